@@ -1,0 +1,1 @@
+"""Multigrid reduction in time over the layers: hierarchy, cycle, solver, LayerParallel."""

@@ -1,0 +1,230 @@
+"""Binds the recorded actions of a rank to memory and messages: what both directions share.
+
+Each action becomes a closure over views that exist already, so that a sweep is a loop over closures. A problem
+owns the arrays of the coarse levels: E (the value a sweep brings to a C-point) and K (the coarse step of the old
+value); the states live in one workspace, where every level works on its own points in place. Neighbour messages
+only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lpnet.mgrit.cycle import Action, Cycle
+from lpnet.mgrit.hierarchy import per_level
+from lpnet.mgrit.slots import Slots, index_of
+from lpnet.nn.steps import Index, Op, Workspace
+from lpnet.parallel.comm import Comm
+
+FORWARD_TAG, ADJOINT_TAG = 0, 500
+HALO = 250
+
+
+class Problem:
+    """What both directions share: coarse arrays, C-relaxation, residuals, messages."""
+
+    def __init__(self, workspace: Workspace, cycle: Cycle, slots: Slots, comm: Comm, h: float) -> None:
+        self.workspace, self.cycle, self.slots, self.comm, self.h = workspace, cycle, slots, comm, h
+        self.low, self.high = cycle.partition.block(comm.rank)
+        self.adjoint = cycle.hierarchy.adjoint
+        self.last_point = cycle.hierarchy.layers
+        levels = cycle.levels
+        self.place = [{p: i for i, p in enumerate(part.points)} for part in levels]
+        # E has one row more than the rank has points: what leaves for a C-point of the right rank
+        self.arrived = [workspace.rows(len(part.points) + 1 if level else 0) for level, part in enumerate(levels)]
+        self.old = [workspace.rows(len(part.edges) if level else 0) for level, part in enumerate(levels)]
+        border = [bool(part.points) for part in levels]
+        self.incoming = [workspace.rows(1)[0] if here else None for here in border]
+        self.outgoing = [workspace.rows(1)[0] if here else None for here in border]
+        self.norms: list[Tensor] = []
+        self._receiving: dict[tuple[str, int], Any] = {}
+        self._sending: dict[tuple[str, int], Any] = {}
+        self._tag = ADJOINT_TAG if self.adjoint else FORWARD_TAG
+
+    # places
+
+    def local_c_points(self) -> list[int]:
+        """C-points of level 0 on this rank, without the start."""
+        return [p for p in self.cycle.levels[0].c_points if p != self.cycle.hierarchy.start]
+
+    def view(self, points: Sequence[int]) -> Tensor:
+        """States of some points, one or several at equal distances."""
+        place = index_of([self.slots.state[p] for p in points])
+        return self.workspace.adjoint(place) if self.adjoint else self.workspace.state(place)
+
+    def value(self, point: int) -> Tensor:
+        """The state at a point."""
+        return self.view([point])
+
+    def runs(self, points: Sequence[int]) -> list[list[int]]:
+        """Points split into runs at equal distances, in memory too."""
+        out: list[list[int]] = []
+        for p in points:
+            run = out[-1] if out else []
+            slot = self.slots.state
+            if (
+                len(run) == 1
+                and slot[p] > slot[run[0]]
+                or len(run) > 1
+                and (p - run[-1] == run[1] - run[0] and slot[p] - slot[run[-1]] == slot[run[1]] - slot[run[0]])
+            ):
+                run.append(p)
+            else:
+                out.append([p])
+        return out
+
+    def _row(self, level: int, points: Sequence[int]) -> Index:
+        """Rows of E for some target points; the row after the last for one at the right rank."""
+        last = len(self.cycle.levels[level].points)
+        return index_of([self.place[level].get(p, last) for p in points])
+
+    def _sink(self, action: Action, targets: Sequence[int]) -> Tensor:
+        if action.sink == "next":
+            return self.arrived[action.level + 1][self._row(action.level + 1, targets)]
+        if action.sink == "out":
+            out = self.outgoing[action.level]
+            assert out is not None
+            return out
+        return self.view(targets)
+
+    def _terms(
+        self, action: Action, layers: Sequence[int], targets: Sequence[int]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """K and E of the edges; E is added by the owner of the target."""
+        level = action.level
+        if level == 0 or action.plain:
+            return None, None
+        minus = self.old[level][self._row(level, layers)]
+        local = all(t in self.place[level] for t in targets)
+        return minus, self.arrived[level][self._row(level, targets)] if local else None
+
+    # actions
+
+    def bind(self, actions: Sequence[Action]) -> list[Op]:
+        """Closures for a list of actions; no communication, the closures talk."""
+        ops: list[Op] = []
+        for action in actions:
+            bound = getattr(self, "_" + action.kind)(action)
+            ops.extend(bound if isinstance(bound, list) else [bound])
+        return ops
+
+    def _c_relax(self, action: Action) -> list[Op]:
+        level = action.level
+        weight = per_level(self.cycle.mgrit.c_weight, level)
+        ops: list[Op] = []
+        points = [p for p in self.cycle.levels[level].c_points if p != self.cycle.hierarchy.start]
+        for run in self.runs(points):
+            state, new = self.view(run), self.arrived[level + 1][self._row(level + 1, run)]
+            ops.append(copier(state, new) if weight == 1.0 else lerper(state, new, weight))
+        return ops
+
+    def _residual(self, action: Action) -> list[Op]:
+        """Norms of E - u at the C-points of level 0, in float64."""
+        pairs = [
+            (self.view(run), self.arrived[1][self._row(1, run)], len(run)) for run in self.runs(self.local_c_points())
+        ]
+        scratch = [torch.empty_like(new) for _, new, _ in pairs]
+        empty = torch.zeros(0, dtype=torch.float64)
+
+        def run() -> None:
+            parts = []
+            for (state, new, count), difference in zip(pairs, scratch, strict=True):
+                torch.sub(new, state, out=difference)
+                parts.append(torch.linalg.vector_norm(difference.reshape(count, -1), dim=1, dtype=torch.float64))
+            self.norms.append(parts[0] if len(parts) == 1 else torch.cat([empty, *parts]))
+
+        return [run]
+
+    # messages
+
+    def _post(self, action: Action) -> Op:
+        buffer, key = self._receive_buffer(action), ("", action.level)
+        source = self._neighbour(action.level, back=True)
+        return self._poster(buffer, key, source, self._tag + action.level)
+
+    def _poster(self, buffer: Tensor, key: tuple[str, int], source: int, tag: int) -> Op:
+        receiving, comm = self._receiving, self.comm
+
+        def run() -> None:
+            receiving[key] = comm.irecv(buffer, source, tag)
+
+        return run
+
+    def _wait(self, action: Action) -> Op:
+        return self._waiter(("", action.level))
+
+    def _waiter(self, key: tuple[str, int]) -> Op:
+        receiving = self._receiving
+        return lambda: receiving.pop(key).Wait()
+
+    def _send(self, action: Action) -> Op:
+        return self._sender(
+            self._send_buffer(action),
+            (action.sink, action.level),
+            self._neighbour(action.level, back=False),
+            self._tag + action.level,
+        )
+
+    def _sender(self, buffer: Tensor, key: tuple[str, int], dest: int, tag: int) -> Op:
+        sending, comm = self._sending, self.comm
+
+        def run() -> None:
+            sending[key] = comm.isend(buffer, dest, tag)
+
+        return run
+
+    def _free_send(self, key: tuple[str, int]) -> Op:
+        """Wait until a buffer that is about to be written has been sent."""
+        sending = self._sending
+
+        def run() -> None:
+            request = sending.pop(key, None)
+            if request is not None:
+                request.Wait()
+
+        return run
+
+    def settle(self) -> None:
+        """Wait until every message has left. No new messages."""
+        for request in self._sending.values():
+            request.Wait()
+        self._sending.clear()
+
+    def _neighbour(self, level: int, *, back: bool) -> int:
+        part = self.cycle.levels[level]
+        rank = part.left if back != self.adjoint else part.right
+        assert rank is not None
+        return rank
+
+    def _receive_buffer(self, action: Action) -> Tensor:
+        raise NotImplementedError
+
+    def _send_buffer(self, action: Action) -> Tensor:
+        raise NotImplementedError
+
+
+def copier(to: Tensor, source: Tensor) -> Op:
+    """to = source."""
+    return lambda: to.copy_(source)
+
+
+def lerper(state: Tensor, new: Tensor, weight: float) -> Op:
+    """state = weight new + (1 - weight) state."""
+
+    def run() -> None:
+        state.mul_(1 - weight).add_(new, alpha=weight)
+
+    return run
+
+
+def squares(norms: Sequence[Tensor], where: Sequence[int], total: int) -> np.ndarray:
+    """Squared norms (iterations, all C-points) in float64, zero where another rank owns the point."""
+    out = np.zeros((len(norms), total))
+    for k, row in enumerate(norms):
+        out[k, list(where)] = row.numpy() ** 2
+    return out

@@ -1,0 +1,204 @@
+"""The two problems of one cycle: StateProblem (u -> Phi(u)) and AdjointProblem (lambda -> Phi'^T lambda).
+
+Both say how one edge is walked and who sends what to whom; the rest is `binding.Problem`. Neighbour messages only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from lpnet.mgrit.binding import HALO, Problem, copier
+from lpnet.mgrit.cycle import Action, Cycle
+from lpnet.mgrit.slots import Slots, index_of
+from lpnet.nn.steps import Index, Op, Workspace
+from lpnet.parallel.comm import Comm
+
+
+class StateProblem(Problem):
+    """u_{i+1} = u_i + h F(u_i; theta_i): a step is made by the owner of u_i, its result is sent on."""
+
+    def _places(self, layers: Sequence[int]) -> tuple[Index, Index, Index]:
+        return (
+            index_of([b - self.low for b in layers]),
+            index_of([self.slots.state[b] for b in layers]),
+            index_of([self.slots.layer[b] for b in layers]),
+        )
+
+    def _evaluate(self, action: Action) -> Op:
+        assert action.edges is not None
+        layer, u, z = self._places(action.edges.layers)
+        return self.workspace.evaluate(layer, u, z)
+
+    def _step(self, action: Action) -> list[Op]:
+        assert action.edges is not None
+        layers = action.edges.layers
+        targets = [b + action.edges.span for b in layers]
+        _, u, z = self._places(layers)
+        minus, plus = self._terms(action, layers, targets)
+        if plus is None and minus is not None and len(targets) > 1:
+            raise AssertionError("a batch of coarse intervals must not leave the rank")
+        op = self.workspace.advance(u, z, self.h * action.edges.span, self._sink(action, targets), minus, plus)
+        leaves = targets[-1] not in self.place[action.level]
+        return [self._free_send((action.sink, action.level)), op] if leaves else [op]
+
+    def _fas(self, action: Action) -> Op:
+        assert action.edges is not None
+        layers = action.edges.layers
+        _, u, z = self._places(layers)
+        out = self.old[action.level][self._row(action.level, layers)]
+        return self.workspace.advance(u, z, self.h * action.edges.span, out, None, None)
+
+    def _direct(self, action: Action) -> bool:
+        return action.level == 0 or action.plain
+
+    def _receive_buffer(self, action: Action) -> Tensor:
+        buffer = self.incoming[action.level]
+        assert buffer is not None
+        return buffer
+
+    def _land(self, action: Action) -> Op:
+        level = action.level
+        first = self.cycle.levels[level].points[0]
+        buffer = self._receive_buffer(action)
+        to_c = action.sink == "next"
+        place = self.arrived[level + 1][self.place[level + 1][first]] if to_c else self.value(first)
+        if self._direct(action):
+            return copier(place, buffer)
+        plus = self.arrived[level][0]
+        return lambda: torch.add(plus, buffer, out=place)
+
+    def _send_buffer(self, action: Action) -> Tensor:
+        if action.sink == "next":
+            return self.arrived[action.level + 1][-1]
+        out = self.outgoing[action.level]
+        assert out is not None
+        return out
+
+
+class AdjointProblem(Problem):
+    """lambda_b = lambda_a + h (dF/du)^T lambda_a: a step is made by the owner of layer b, lambda_a is sent to it.
+
+    Linearised at the states of a StateProblem in the same workspace.
+    """
+
+    def __init__(self, workspace: Workspace, cycle: Cycle, slots: Slots, comm: Comm, h: float) -> None:
+        super().__init__(workspace, cycle, slots, comm, h)
+        # a value from the right rank lies behind the own points where it is the next fine point: it can join a batch
+        for level, part in enumerate(cycle.levels):
+            if part.next_point is not None and part.next_point == self.high:
+                self.incoming[level] = workspace.adjoint(slots.state[self.high])
+
+    def _sources(self, layers: Sequence[int], span: int, level: int) -> Tensor:
+        points = [b + span for b in layers]
+        if points[-1] not in self.place[level] and points[-1] != self.high:
+            assert len(points) == 1
+            buffer = self.incoming[level]
+            assert buffer is not None
+            return buffer
+        return self.view(points)
+
+    def _pull(self, action: Action, out_of: Callable[[list[int]], Tensor], fas: bool) -> Op:
+        edges = action.edges
+        assert edges is not None
+        layers = edges.layers
+        minus, plus = (None, None) if fas else self._terms(action, layers, layers)
+        place = index_of([self.slots.layer[b] for b in layers])
+        return self.workspace.pull(
+            index_of([b - self.low for b in layers]),
+            place,
+            place,
+            self._sources(layers, edges.span, action.level),
+            self.h * edges.span,
+            out_of(layers),
+            minus,
+            plus,
+        )
+
+    def _step(self, action: Action) -> Op | list[Op]:
+        op = self._pull(action, lambda layers: self._sink(action, layers), fas=False)
+        assert action.edges is not None
+        return [*self._releases(action.edges.first), op] if action.sink == "point" else op
+
+    def _releases(self, point: int) -> list[Op]:
+        """A state is sent from where it lives: before it is written, what is on its way must have left."""
+        return [
+            self._free_send((kind, level))
+            for level, part in enumerate(self.cycle.levels)
+            if part.left is not None and part.points[0] == point
+            for kind in ("point", "halo")
+        ]
+
+    def _fas(self, action: Action) -> Op:
+        level = action.level
+        return self._pull(action, lambda layers: self.old[level][self._row(level, layers)], fas=True)
+
+    def _c_relax(self, action: Action) -> list[Op]:
+        points = self.cycle.levels[action.level].c_points
+        return [op for point in points[:1] for op in self._releases(point)] + super()._c_relax(action)
+
+    def _recompute(self, action: Action) -> list[Op]:
+        """States and values of one segment again, from its C-point or from the block's first state."""
+        assert action.edges is not None
+        ops: list[Op] = []
+        first, count = action.edges.first, action.edges.number
+        for layer in range(first, first + count):
+            u, z = self.slots.state[layer], self.slots.layer[layer]
+            ops.append(self.workspace.evaluate(layer - self.low, u, z))
+            if layer + 1 < first + count:
+                ops.append(
+                    self.workspace.advance(u, z, self.h, self.workspace.state(self.slots.state[layer + 1]), None, None)
+                )
+        return ops
+
+    def _gradient(self, action: Action) -> list[Op]:
+        """Gradients of one segment, whose first layer and whose others lie apart."""
+        assert action.edges is not None
+        first, count = action.edges.first, action.edges.number
+        ops: list[Op] = []
+        for start, stop in ((first, first + 1), (first + 1, first + count)):
+            if start < stop:
+                u, d = self.slots.state[start], self.slots.layer[start]
+                ops.append(
+                    self.workspace.gradient(
+                        slice(start - self.low, stop - self.low),
+                        slice(u, u + stop - start),
+                        slice(d, d + stop - start),
+                        self.h,
+                    )
+                )
+        return ops
+
+    def all_gradients(self) -> Op:
+        """Gradients of all local layers in one call, from the latest sweep over level 0."""
+        count = self.high - self.low
+        return self.workspace.gradient(slice(0, count), slice(0, count), slice(0, count), self.h)
+
+    def _receive_buffer(self, action: Action) -> Tensor:
+        buffer = self.incoming[action.level]
+        assert buffer is not None
+        return buffer
+
+    def _send_buffer(self, action: Action) -> Tensor:
+        return self.value(self.cycle.levels[action.level].points[0])
+
+    def _halo_post(self, action: Action) -> Op:
+        return self._poster(
+            self._receive_buffer(action),
+            ("halo", action.level),
+            self._neighbour(action.level, back=True),
+            self._tag + HALO + action.level,
+        )
+
+    def _halo_wait(self, action: Action) -> Op:
+        return self._waiter(("halo", action.level))
+
+    def _halo_send(self, action: Action) -> Op:
+        return self._sender(
+            self._send_buffer(action),
+            ("halo", action.level),
+            self._neighbour(action.level, back=False),
+            self._tag + HALO + action.level,
+        )

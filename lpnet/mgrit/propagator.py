@@ -1,0 +1,182 @@
+"""One network's states for one batch size: both solves, the gradients, and what is kept for the next time."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lpnet.config import MGRIT
+from lpnet.mgrit.binding import Problem
+from lpnet.mgrit.cycle import Cycle
+from lpnet.mgrit.hierarchy import Hierarchy, direction
+from lpnet.mgrit.problems import AdjointProblem, StateProblem
+from lpnet.mgrit.slots import all_points, c_points_only, rolling
+from lpnet.mgrit.solver import Need, Solver
+from lpnet.nn.stack import LayerStack
+
+Start = Literal["zero", "constant", "coarse", "given"]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """C-point states of a solve, to start the next one from.
+
+    Args:
+        states: (C-points of this rank without the start, *payload).
+    """
+
+    states: Tensor
+
+
+class Propagator:
+    """Memory and solvers for states of one shape on this rank.
+
+    Args:
+        stack: the layers.
+        hierarchy: forward levels.
+        mgrit: settings of both directions.
+        shape: of a state, (batch, ...).
+        batched: per level: side-by-side relaxation.
+        keep: False propagates exactly and keeps nothing (evaluation).
+    """
+
+    def __init__(
+        self,
+        stack: LayerStack,
+        hierarchy: Hierarchy,
+        mgrit: MGRIT,
+        shape: Sequence[int],
+        *,
+        batched: tuple[bool, ...] = (),
+        keep: bool = True,
+    ) -> None:
+        self.stack, self.comm = stack, stack.comm
+        low, high = stack.low, stack.high
+        self.is_first, self.is_last = low == 0, high == stack.num_layers
+        forward, options = direction(hierarchy, mgrit, adjoint=False)
+        backward, adjoint_options = direction(hierarchy, mgrit, adjoint=True)
+        self.c_storage = mgrit.storage == "c_points" and len(forward.levels) > 1
+        if not keep:
+            slots = rolling(low, high)
+        elif self.c_storage:
+            slots = c_points_only(low, high, forward.levels[1], self.is_last)
+        else:
+            slots = all_points(low, high)
+        self.slots = slots
+        self.workspace = stack.engine.workspace(shape, state_slots=slots.states, layer_slots=slots.layers)
+        tolerance = 1e-12 if stack.dtype == torch.float64 else 1e-5
+
+        def solver(problem: type[Problem], levels: Hierarchy, settings: MGRIT) -> Solver:
+            cycle = Cycle(levels, stack.partition, self.comm.rank, settings, batched)
+            bound = problem(self.workspace, cycle, slots, self.comm, stack.h)
+            return Solver(bound, self.comm, batch=shape[0], stop_relative=tolerance)
+
+        self.forward_solver = solver(StateProblem, forward, options)
+        self._make_adjoint: Callable[[], Solver] = lambda: solver(AdjointProblem, backward, adjoint_options)
+        self._adjoint_solver: Solver | None = None
+        self._gradients: Any = None
+        self.flight: weakref.ref[Any] | None = None
+        self.stamp: tuple[int, ...] = ()
+
+    @property
+    def adjoint_solver(self) -> Solver:
+        """The adjoint's solver, with its memory, made when first used."""
+        if self._adjoint_solver is None:
+            self._adjoint_solver = self._make_adjoint()
+        return self._adjoint_solver
+
+    def forward(
+        self, u0: Tensor | None, *, start: Start, kept: Kept | None = None, iterations: int | None, need: Need = "all"
+    ) -> None:
+        """Solve for the states; u0 is (batch, ...) on the first rank. Neighbour messages only.
+
+        A constant start broadcasts u0 (collective); a tolerance reduces once per iteration.
+        """
+        self.stamp = self.stack.engine.refresh()
+        problem = self.forward_solver.problem
+        if self.is_first:
+            assert u0 is not None
+            self.workspace.pack(u0, problem.value(0))
+        self._start(self.forward_solver, start, kept, root=0)
+        self.forward_solver.solve(iterations=iterations, coarse_start=start == "coarse", need=need)
+
+    def adjoint(self, lam: Tensor | None, *, start: Start, kept: Kept | None = None, iterations: int | None) -> None:
+        """Solve for the adjoints, linearised at the latest states; lam is (batch, ...) on the last rank."""
+        if self.stamp != self.stack.engine.stamp():
+            raise RuntimeError(
+                "a parameter of the stack was changed in place between the forward and the backward pass; "
+                "run the backward before the optimiser's step"
+            )
+        solver = self.adjoint_solver
+        if self.is_last:
+            assert lam is not None
+            self.workspace.pack(lam, solver.problem.value(self.stack.num_layers))
+        self._start(solver, start, kept, root=self.comm.size - 1)
+        solver.solve(iterations=iterations, coarse_start=start == "coarse", need="gradient")
+
+    def _start(self, solver: Solver, start: Start, kept: Kept | None, root: int) -> None:
+        """Put the initial guess into the C-points."""
+        if solver.levels == 1 or start == "coarse":
+            return
+        problem = solver.problem
+        runs = problem.runs(problem.local_c_points())
+        if start == "given":
+            assert kept is not None
+            for rows, run in _rows(runs):
+                problem.view(run).copy_(kept.states[rows] if len(run) > 1 else kept.states[rows.start])
+            return
+        value: Tensor | float = 0.0
+        if start == "constant":
+            source = self.workspace.rows(1)[0]
+            if self.comm.rank == root:
+                source.copy_(problem.value(solver.cycle.hierarchy.start))
+            value = self.comm.broadcast(source, root)
+        for run in runs:
+            problem.view(run).copy_(value) if isinstance(value, Tensor) else problem.view(run).fill_(value)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Gradients of this rank's parameters from the latest solves. No communication."""
+        if not self.c_storage:
+            if self._gradients is None:
+                problem = self.adjoint_solver.problem
+                assert isinstance(problem, AdjointProblem)
+                self._gradients = problem.all_gradients()
+            self._gradients()
+        return self.stack.engine.gradients()
+
+    def last_state(self) -> Tensor:
+        """u_N (batch, ...) on the last rank; a copy."""
+        return self.workspace.unpack(self.forward_solver.problem.value(self.stack.num_layers))
+
+    def first_adjoint(self) -> Tensor:
+        """lambda_0 (batch, ...) on the first rank; a copy."""
+        return self.workspace.unpack(self.adjoint_solver.problem.value(0))
+
+    def kept(self, solver: Solver, into: Kept | None = None) -> Kept:
+        """The C-point states of a solver's latest solve, copied into `into` where it fits. No communication."""
+        problem = solver.problem
+        points = problem.local_c_points()
+        if into is None or into.states.shape[1:] != self.workspace.rows(0).shape[1:]:
+            into = Kept(self.workspace.rows(len(points)))
+        for rows, run in _rows(problem.runs(points)):
+            into.states[rows].copy_(problem.view(run))
+        return into
+
+    def in_use(self) -> bool:
+        """Whether a graph that can still run its backward holds these states."""
+        flight = self.flight() if self.flight is not None else None
+        return flight is not None and not flight.is_over()
+
+
+def _rows(runs: list[list[int]]) -> list[tuple[slice, list[int]]]:
+    """Runs of points with their rows in an array of all of them."""
+    out, at = [], 0
+    for run in runs:
+        out.append((slice(at, at + len(run)), run))
+        at += len(run)
+    return out

@@ -1,0 +1,186 @@
+"""The multigrid solver of one direction: replays the recorded cycle until it is done and reports what happened."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+
+from lpnet.mgrit.binding import Problem, squares
+from lpnet.mgrit.hierarchy import per_level
+from lpnet.mgrit.programs import evaluations, parts, record, solve_critical_path
+from lpnet.nn.steps import Op
+from lpnet.parallel.comm import Comm
+
+Need = Literal["all", "last", "gradient"]
+
+
+@dataclass(frozen=True)
+class SolveReport:
+    """What a solve did.
+
+    Args:
+        iterations: multigrid iterations; a start from the coarsest grid counts as one.
+        residuals: sqrt(sum over C-points ||E - u||^2 / batch) before the first iteration (after a coarse start) and
+            after every one, the last included.
+        rho: last residual over the one before; None where it is undefined.
+        evaluations: layer evaluations of this rank per level.
+        critical_path: layer evaluations on the longest chain over all ranks.
+        seconds: time of this rank by span.
+        converged: the tolerance was reached; None where none was asked for.
+    """
+
+    iterations: int
+    residuals: tuple[float, ...]
+    rho: float | None
+    evaluations: tuple[int, ...]
+    critical_path: int
+    seconds: dict[str, float]
+    converged: bool | None
+
+
+@dataclass(frozen=True)
+class Program:
+    """Bound actions, and which layers are evaluated up to date after them."""
+
+    name: str
+    ops: list[Op]
+    evaluations: tuple[int, ...]
+    fresh: frozenset[int]
+
+
+class Solver:
+    """Runs one direction on one workspace. Neighbour messages; one reduction per iteration with a tolerance.
+
+    Args:
+        problem: bound memory and messages of the direction.
+        comm: ranks of the stack.
+        batch: samples, for the residual norm.
+        stop_relative: relative tolerance where none is given and no iterations are fixed.
+    """
+
+    def __init__(self, problem: Problem, comm: Comm, *, batch: int, stop_relative: float) -> None:
+        self.problem, self.cycle, self.comm, self.batch = problem, problem.cycle, comm, batch
+        self.mgrit = self.cycle.mgrit
+        self.levels = len(self.cycle.levels)
+        self.stop_relative = stop_relative
+        start = self.cycle.hierarchy.start
+        self._c_points = sorted(self.cycle.hierarchy.c_points(0) - {start}) if self.levels > 1 else []
+        index = {p: i for i, p in enumerate(self._c_points)}
+        self._where = [index[p] for p in problem.local_c_points()] if self.levels > 1 else []
+        self._programs: dict[tuple[str, frozenset[int]], Program] = {}
+        self._fresh: frozenset[int] = frozenset()
+        self._ran: list[Program] = []
+        self._seconds: dict[str, float] = {}
+        self._converged: bool | None = None
+
+    def program(self, name: str, fresh: frozenset[int]) -> Program:
+        """The bound actions of one part of a solve, recorded when first needed. No communication."""
+        key = (name, fresh)
+        if key not in self._programs:
+            self.cycle.fresh = set(fresh)
+            actions = record(self.cycle, name)
+            after = frozenset() if self.cycle.hierarchy.adjoint else frozenset(self.cycle.fresh)
+            counts = evaluations(actions, self.levels, adjoint=self.cycle.hierarchy.adjoint)
+            self._programs[key] = Program(name, self.problem.bind(actions), counts, after)
+        return self._programs[key]
+
+    def _run(self, name: str) -> None:
+        program = self.program(name, self._fresh)
+        began = time.perf_counter()
+        for op in program.ops:
+            op()
+        span = "coarse" if name in ("correct", "start_coarse") else "f_relax"
+        self._seconds[span] = self._seconds.get(span, 0.0) + time.perf_counter() - began
+        self._fresh = program.fresh
+        self._ran.append(program)
+
+    def solve(self, *, iterations: int | None, coarse_start: bool, need: Need = "all") -> None:
+        """Solve from the states in the workspace.
+
+        Args:
+            iterations: how many; None: until a tolerance is met.
+            coarse_start: propagate the coarsest grid first.
+            need: all states, only the last one (no residual after the last correction), or the gradients too.
+        """
+        self._ran, self._seconds, self._fresh = [], {}, frozenset()
+        self.problem.norms.clear()
+        self._converged = None
+        last = {"all": "refresh", "last": "tail", "gradient": "refresh_gradient"}[need]
+        watched = iterations is None or self.mgrit.tolerance is not None or self.mgrit.relative_tolerance is not None
+        if self.levels == 1 or (iterations is not None and not watched):
+            for name in parts(iterations or 0, coarse_start=coarse_start, levels=self.levels, last=last):
+                self._run(name)
+        else:
+            self._iterate(self.mgrit.max_iterations if iterations is None else iterations, coarse_start, need)
+        self.problem.settle()
+
+    def _iterate(self, most: int, coarse_start: bool, need: Need) -> None:
+        done = 0
+        if coarse_start:
+            self._run("start_coarse")
+            done = 1
+        exact = self.cycle.hierarchy.exact_iterations(per_level(self.mgrit.relaxation, 0))
+        if exact is None or per_level(self.mgrit.c_weight, 0) != 1.0:
+            exact = most + 1
+        while True:
+            self._run("refresh")
+            # after `exact` further corrections the states are those of serial propagation, whatever the rounding
+            self._converged = self._small_enough() or done - coarse_start >= exact
+            if self._converged or done >= most:
+                break
+            self._run("correct")
+            done += 1
+        if need == "gradient" and self.mgrit.storage == "c_points":
+            self._run("refresh_gradient")
+            self.problem.norms.pop()
+        if not self._converged:
+            logging.getLogger("lpnet").warning(
+                "the %s solve missed its tolerance after %d iterations; raise mgrit.max_iterations or the tolerance",
+                "adjoint" if self.cycle.hierarchy.adjoint else "forward",
+                done,
+            )
+
+    def _small_enough(self) -> bool:
+        """Compare the latest residual with the tolerances. Collective, one reduction."""
+        residual = squares(self.problem.norms[-1:], self._where, len(self._c_points))[0]
+        states = np.zeros_like(residual)
+        local = self.problem.local_c_points()
+        if local:
+            norms = [
+                torch.linalg.vector_norm(self.problem.view(run).reshape(len(run), -1), dim=1, dtype=torch.float64)
+                for run in self.problem.runs(local)
+            ]
+            states = squares([torch.cat(norms)], self._where, len(self._c_points))[0]
+        total = self.comm.sum(np.concatenate([residual, states]))
+        r = float(np.sqrt(total[: len(residual)].sum() / self.batch))
+        u = float(np.sqrt(total[len(residual) :].sum() / self.batch))
+        relative = self.mgrit.relative_tolerance
+        if relative is None and self.mgrit.tolerance is None:
+            relative = self.stop_relative
+        if not np.isfinite(r):
+            return True
+        return (self.mgrit.tolerance is not None and r <= self.mgrit.tolerance) or (
+            relative is not None and r <= relative * u
+        )
+
+    # what happened
+
+    def pending(self) -> np.ndarray:
+        """Squared residuals of this rank, (residuals, C-points) flat; sum them over the ranks. No communication."""
+        return squares(self.problem.norms, self._where, len(self._c_points)).ravel()
+
+    def report(self, summed: np.ndarray) -> SolveReport:
+        """The report, from `pending` summed over the ranks. No communication."""
+        rows = summed.reshape(len(self.problem.norms), -1) if self.problem.norms else np.zeros((0, 0))
+        residuals = tuple(float(np.sqrt(row.sum() / self.batch)) for row in rows)
+        rho = residuals[-1] / residuals[-2] if len(residuals) > 1 and residuals[-2] > 0 else None
+        names = tuple(program.name for program in self._ran)
+        path = solve_critical_path(self.cycle.hierarchy, self.mgrit, self.cycle.partition, names, self.cycle.batched)
+        counts = tuple(sum(column) for column in zip(*(program.evaluations for program in self._ran), strict=True))
+        iterations = sum(name in ("start_coarse", "correct") for name in names)
+        return SolveReport(iterations, residuals, rho, counts, path, dict(self._seconds), self._converged)

@@ -1,0 +1,8 @@
+"""What a network is: steps, stacks, openings and closings."""
+
+from lpnet.nn.conv import ConvStep
+from lpnet.nn.ends import Classifier, DenseOpening, ZeroExpand
+from lpnet.nn.stack import LayerStack
+from lpnet.nn.steps import DenseStep
+
+__all__ = ["Classifier", "ConvStep", "DenseOpening", "DenseStep", "LayerStack", "ZeroExpand"]

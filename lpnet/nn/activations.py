@@ -1,0 +1,68 @@
+"""Activations in place, and their derivative from the activated value: tanh, relu, smooth_relu.
+
+smooth_relu(x) = x^2/(4 eta) + x/2 + eta/4 for |x| < eta = 0.1, else relu(x) (Günther et al. 2020, section 4).
+It is written as t^2/(4 eta) + relu(x - eta) with t = clamp(x, -eta, eta) + eta, so that the derivative
+t/(2 eta) = min(1, sqrt(z/eta)) can be had from the value z alone: one array per layer is kept, not two.
+No communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lpnet.config import Activation
+from lpnet.nn.kernels import Op, tanh_
+
+ETA = 0.1
+
+
+def smooth_relu(x: Tensor) -> Tensor:
+    """smooth_relu of any tensor, differentiable."""
+    t = x.clamp(-ETA, ETA) + ETA
+    return t * t / (4 * ETA) + torch.relu(x - ETA)
+
+
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"tanh": torch.tanh, "relu": torch.relu, "smooth_relu": smooth_relu}
+
+
+def activate_(name: Activation, z: Tensor, scratch: Tensor) -> Op:
+    """z = sigma(z); `scratch` has the shape of z."""
+    if name == "tanh":
+        return tanh_(z)
+    if name == "relu":
+        return lambda: torch.relu_(z)
+
+    def run() -> None:
+        torch.clamp(z, -ETA, ETA, out=scratch)
+        scratch.add_(ETA)
+        z.sub_(ETA)
+        z.relu_()
+        torch.addcmul(z, scratch, scratch, value=1 / (4 * ETA), out=z)
+
+    return run
+
+
+def pull(name: Activation, source: Tensor, z: Tensor, out: Tensor) -> Op:
+    """out = sigma'(.) * source, with the derivative taken from the activated value z."""
+    if name == "tanh":
+        kernel = torch.ops.aten.tanh_backward.grad_input
+
+        def run() -> None:
+            kernel(source, z, grad_input=out)
+    elif name == "relu":
+        threshold = torch.ops.aten.threshold_backward.grad_input
+
+        def run() -> None:
+            threshold(source, z, 0, grad_input=out)
+    else:
+
+        def run() -> None:
+            torch.mul(z, 1 / ETA, out=out)
+            out.clamp_(0, 1)
+            out.sqrt_()
+            out.mul_(source)
+
+    return run

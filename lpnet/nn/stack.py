@@ -1,0 +1,98 @@
+"""LayerStack: one rank's block of equal residual layers, as a few tensors with a leading layer axis."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lpnet.errors import UsageError
+from lpnet.nn.steps import Step
+from lpnet.parallel.comm import as_comm
+from lpnet.parallel.partition import Partition, uniform
+from lpnet.parallel.shard import Shard
+from lpnet.seeding import generator_for
+
+
+class LayerStack(torch.nn.Module):
+    """N equal layers u_{i+1} = u_i + h F(u_i; theta_i), h = final_time / N, shared by the ranks.
+
+    Collective over `comm` (it is duplicated). Every layer's initial parameters come from (seed, layer), so that
+    they do not depend on the number of ranks.
+
+    Args:
+        step: the layer.
+        num_layers: N.
+        final_time: T.
+        comm: an mpi4py communicator or lpnet Comm; None: one rank.
+        seed: seed of the initial parameters.
+        dtype: precision of parameters and states.
+        partition: who owns which layers; uniform by default.
+
+    Raises:
+        UsageError: more ranks than layers, on every rank, before any message.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        *,
+        num_layers: int,
+        final_time: float = 1.0,
+        comm: Any = None,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+        partition: Partition | None = None,
+    ) -> None:
+        super().__init__()
+        size = 1 if comm is None else comm.size
+        if final_time <= 0:
+            raise UsageError(f"final_time is {final_time}; it must be greater than 0")
+        self.partition = partition or uniform(num_layers, size)
+        if self.partition.layers != num_layers or self.partition.ranks != size:
+            raise UsageError(
+                f"the partition shares {self.partition.layers} layers among {self.partition.ranks} ranks; "
+                f"the stack has {num_layers} layers and {size} ranks"
+            )
+        self.comm = as_comm(comm)
+        self.step = step
+        self.num_layers = num_layers
+        self.h = final_time / num_layers
+        self.low, self.high = self.partition.block(self.comm.rank)
+        rows = [step.initial(generator_for(seed, "stack", layer=layer)) for layer in range(self.low, self.high)]
+        for name in rows[0]:
+            stacked = torch.stack([row[name] for row in rows]).to(dtype)
+            self.register_parameter(name, torch.nn.Parameter(stacked))
+        self.engine = step.engine(dict(self._parameters))  # type: ignore[arg-type]
+
+    @property
+    def local_layers(self) -> int:
+        """Layers of this rank."""
+        return self.high - self.low
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Precision of parameters and states."""
+        return next(self.parameters()).dtype
+
+    def extra_repr(self) -> str:
+        """Settings, without communication."""
+        return f"{self.step}, layers {self.low}..{self.high - 1} of {self.num_layers}, h={self.h:.6g}"
+
+    def forward(self, u: Tensor) -> Tensor:
+        """Not used alone: a stack is propagated by LayerParallel."""
+        raise UsageError("a LayerStack is propagated by LayerParallel(stack, ...); call that")
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Move or convert the parameters (net.double(), net.to(...)); the fused weights follow."""
+        result = super()._apply(fn, recurse)
+        self.engine = self.step.engine(dict(self._parameters))  # type: ignore[arg-type]
+        return result
+
+    def shards(self, prefix: str = "stack") -> list[Shard]:
+        """The local parameters with their global names and rows. No communication."""
+        return [
+            Shard(f"{prefix}.{name}", parameter, (self.low, self.high), self.num_layers)
+            for name, parameter in self.named_parameters()
+        ]

@@ -1,0 +1,155 @@
+"""Tensors between ranks: the one class through which lpnet talks.
+
+Buffers are dense and checked: a strided or transposed tensor would be sent in memory order without an
+error. Receives are posted before the work they overlap; requests and buffers are kept until they are
+done. mpi4py is imported only where a communicator is made, so that importing lpnet starts nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from lpnet.errors import LpnetError
+
+
+@dataclass
+class Traffic:
+    """What this rank has sent and how often it has taken part in a collective."""
+
+    messages: int = 0
+    bytes: int = 0
+    reductions: int = 0
+    broadcasts: int = 0
+
+
+def _buffer(tensor: torch.Tensor) -> Any:
+    """The bytes of a dense tensor as a numpy array that shares its memory."""
+    if not tensor.is_contiguous():
+        raise LpnetError(
+            f"a message needs a dense tensor; got shape {tuple(tensor.shape)} with strides {tensor.stride()}"
+        )
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy()
+
+
+class Comm:
+    """A private duplicate of an MPI communicator, or one rank without MPI.
+
+    Collective over `mpi` when made and when freed; nothing else in a constructor talks.
+
+    Args:
+        mpi: an mpi4py communicator, or None for a single rank that needs no MPI.
+    """
+
+    def __init__(self, mpi: Any = None) -> None:
+        self._mpi: Any = mpi.Dup() if mpi is not None and mpi.size > 1 else None
+        self.rank: int = self._mpi.rank if self._mpi is not None else 0
+        self.size: int = self._mpi.size if self._mpi is not None else 1
+        self.traffic = Traffic()
+
+    def __repr__(self) -> str:
+        return f"Comm(rank={self.rank}, size={self.size})"
+
+    @property
+    def mpi(self) -> Any:
+        """The mpi4py communicator; None on one rank without MPI."""
+        return self._mpi
+
+    # neighbour messages
+
+    def isend(self, tensor: torch.Tensor, dest: int, tag: int) -> Any:
+        """Start sending a dense tensor; wait on the returned request before its memory is changed. One message."""
+        buffer = _buffer(tensor)
+        self.traffic.messages += 1
+        self.traffic.bytes += buffer.nbytes
+        return self._mpi.Isend(buffer, dest, tag)
+
+    def irecv(self, tensor: torch.Tensor, source: int, tag: int) -> Any:
+        """Post the receive of a dense tensor; wait on the returned request before it is read. One message."""
+        return self._mpi.Irecv(_buffer(tensor), source, tag)
+
+    # collectives
+
+    def sum(self, values: np.ndarray) -> np.ndarray:
+        """Sum of float64 arrays of equal shape over the ranks, on every rank. Collective, one reduction.
+
+        Where every entry is non-zero on one rank only, the result does not depend on the number of ranks.
+        """
+        if self._mpi is None:
+            return values
+        from mpi4py import MPI
+
+        out = np.empty_like(values)
+        self.traffic.reductions += 1
+        self._mpi.Allreduce(values, out, op=MPI.SUM)
+        return out
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> torch.Tensor:
+        """Fill a dense tensor on every rank with the root's. Collective."""
+        if self._mpi is not None:
+            self.traffic.broadcasts += 1
+            self._mpi.Bcast(_buffer(tensor), root=root)
+        return tensor
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        """The root's small Python object on every rank (set-up only, never in a step). Collective."""
+        return self._mpi.bcast(value, root=root) if self._mpi is not None else value
+
+    def gather_objects(self, value: Any, root: int = 0) -> list[Any] | None:
+        """Small Python objects of all ranks, in rank order, on the root; None elsewhere. Collective."""
+        return self._mpi.gather(value, root=root) if self._mpi is not None else [value]
+
+    def all_gather_objects(self, value: Any) -> list[Any]:
+        """Small Python objects of all ranks, in rank order, on every rank. Collective."""
+        return self._mpi.allgather(value) if self._mpi is not None else [value]
+
+    def barrier(self) -> None:
+        """Wait for all ranks. Collective."""
+        if self._mpi is not None:
+            self._mpi.Barrier()
+
+    def agree(self, error: Exception | None = None) -> None:
+        """Raise on every rank when any rank brings an error: the lowest such rank's. Collective.
+
+        Raises:
+            LpnetError: the same type and message on every rank, with the rank that met it.
+        """
+        verdicts = self.all_gather_objects(None if error is None else (type(error), str(error)))
+        for rank, verdict in enumerate(verdicts):
+            if verdict is not None:
+                kind, message = verdict
+                if rank == self.rank and error is not None:
+                    raise error
+                kind = kind if issubclass(kind, LpnetError) else LpnetError
+                raise kind(message)
+
+    def together(self, work: Callable[[], Any]) -> Any:
+        """Run `work` here and `agree` on its outcome: its value, or the same error on every rank. Collective."""
+        value, error = None, None
+        try:
+            value = work()
+        except Exception as caught:
+            error = caught
+        self.agree(error)
+        return value
+
+    def free(self) -> None:
+        """Give the duplicate back. Collective."""
+        if self._mpi is not None:
+            self._mpi.Free()
+            self._mpi = None
+
+
+def wait_all(requests: Sequence[Any]) -> None:
+    """Wait until every request is done. No communication of its own."""
+    for request in requests:
+        request.Wait()
+
+
+def as_comm(comm: Any) -> Comm:
+    """A `Comm` as it is; an mpi4py communicator duplicated (collective over it); None: one rank."""
+    return comm if isinstance(comm, Comm) else Comm(comm)
