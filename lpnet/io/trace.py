@@ -1,0 +1,181 @@
+"""Where the time goes: named spans, summed per name, and as a Chrome trace with one row per rank (for Perfetto).
+
+    with trace.span("f_relax", level=0): ...        or    began = trace.begin(); ...; trace.end(began, "f_relax")
+
+Off until `start`; a span then costs one call and one comparison. Recording sends nothing: the ranks meet once
+in `start`, so that their clocks begin together, and once in `write`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lpnet.parallel.comm import Comm
+
+MAX_EVENTS = 200_000  # per rank, about 20 MB of JSON; totals go on beyond
+
+
+@dataclass
+class Total:
+    """All spans of one name on this rank, those inside others included.
+
+    Args:
+        count: how many.
+        seconds: their wall-clock time.
+    """
+
+    count: int = 0
+    seconds: float = 0.0
+
+
+class _Nothing:
+    """The span of a tracer that is off."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+_NOTHING = _Nothing()
+
+
+class _Span:
+    __slots__ = ("_args", "_began", "_name", "_tracer")
+
+    def __init__(self, tracer: Tracer, name: str, args: dict[str, Any]) -> None:
+        self._tracer = tracer
+        self._name = name
+        self._args = args
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter_ns()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._tracer.record(self._began, self._name, self._args)
+
+
+class Tracer:
+    """Records the spans of one rank; the module's functions are those of one shared tracer."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self.dropped = 0
+        self._keep = False
+        self._origin = 0
+        self._events: list[tuple[str, int, int, dict[str, Any]]] = []
+        self._totals: dict[str, Total] = {}
+
+    def start(self, comm: Comm | None = None, *, events: bool = True) -> None:
+        """Forget everything and record from now on. Collective over comm.
+
+        Args:
+            comm: ranks whose clocks begin together; None: this one alone.
+            events: keep every span for a trace; otherwise only totals.
+        """
+        self._events, self._totals, self.dropped = [], {}, 0
+        self._keep = events
+        if comm is not None:
+            comm.barrier()
+        self._origin = time.perf_counter_ns()
+        self.on = True
+
+    def stop(self) -> None:
+        """Record no more; what there is stays. No communication."""
+        self.on = False
+
+    def span(self, name: str, **args: Any) -> _Span | _Nothing:
+        """A context that is timed, with numbers or words shown beside it. No communication."""
+        return _Span(self, name, args) if self.on else _NOTHING
+
+    def is_on(self) -> bool:
+        """Whether spans are recorded. No communication."""
+        return self.on
+
+    def begin(self) -> int:
+        """The start of a span that `end` will name; 0 when off. No communication."""
+        return time.perf_counter_ns() if self.on else 0
+
+    def end(self, began: int, name: str, **args: Any) -> None:
+        """The end of the span that `begin` started. No communication."""
+        if began and self.on:
+            self.record(began, name, args)
+
+    def record(self, began: int, name: str, args: dict[str, Any]) -> None:
+        """Note a span that ends now. No communication."""
+        duration = time.perf_counter_ns() - began
+        total = self._totals.get(name)
+        if total is None:
+            total = self._totals[name] = Total()
+        total.count += 1
+        total.seconds += duration * 1e-9
+        if self._keep:
+            if len(self._events) < MAX_EVENTS:
+                self._events.append((name, began - self._origin, duration, args))
+            else:
+                self.dropped += 1
+
+    def totals(self) -> dict[str, Total]:
+        """Count and seconds per name on this rank, most seconds first. No communication."""
+        found = sorted(self._totals.items(), key=lambda pair: -pair[1].seconds)
+        return {name: Total(total.count, total.seconds) for name, total in found}
+
+    def write(self, path: str | Path, comm: Comm | None = None) -> None:
+        """Write the spans of all ranks as a Chrome trace, on rank 0. Collective over comm.
+
+        Raises:
+            OSError: the file cannot be written; on every rank, as an LpnetError where another met it.
+        """
+        rank, size = (comm.rank, comm.size) if comm is not None else (0, 1)
+        rows: list[dict[str, Any]] = [
+            {"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}/{size}"}},
+            {"name": "thread_sort_index", "ph": "M", "pid": 0, "tid": rank, "args": {"sort_index": rank}},
+        ]
+        for name, began, duration, args in self._events:
+            # microseconds
+            row = {"name": name, "ph": "X", "pid": 0, "tid": rank, "ts": began / 1e3, "dur": duration / 1e3}
+            rows.append({**row, "args": args} if args else row)
+        if self.dropped:
+            end = self._events[-1][1] / 1e3
+            text = f"{self.dropped} later spans of this rank are not shown"
+            rows.append({"name": text, "ph": "i", "s": "t", "pid": 0, "tid": rank, "ts": end})
+        mine = ",\n".join(json.dumps(row, default=str) for row in rows)
+        if comm is None:
+            _save(Path(path), [mine])
+            return
+        texts = comm.gather_objects(mine)
+        comm.together(lambda: _save(Path(path), texts) if texts is not None else None)
+
+
+def _save(path: Path, texts: list[str]) -> None:
+    """The JSON of all ranks as one file, whole or not at all."""
+    head = '{"displayTimeUnit": "ms", "traceEvents": [\n'
+    first = '{"name": "process_name", "ph": "M", "pid": 0, "tid": 0, "args": {"name": "lpnet"}},\n'
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(head + first + ",\n".join(texts) + "\n]}\n")
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+_shared = Tracer()
+start = _shared.start
+stop = _shared.stop
+is_on = _shared.is_on
+span = _shared.span
+begin = _shared.begin
+end = _shared.end
+totals = _shared.totals
+write = _shared.write
