@@ -134,7 +134,8 @@ class MGRIT:
         skip_first_down: start every solve from the coarsest grid; the same as initial_guess coarse.
         min_coarse: coarsen no further once a level would have fewer points than this.
         storage: all points | c_points (recompute the F-points in the adjoint; memory for time).
-        batching: relax the j-th layers of all of a rank's intervals in one call: on | off | auto (measured once).
+        batching: relax the j-th layers of all of a rank's intervals in one call: on | off | auto (measured once at
+            the start, for all ranks, and kept: the resolved configuration lists on or off per level).
         adjoint: settings of the adjoint direction that differ, by name (levels, coarsening, relaxation, c_weight,
             cycle, tolerance, relative_tolerance, max_iterations, initial_guess).
     """
@@ -153,7 +154,7 @@ class MGRIT:
     skip_first_down: bool = False
     min_coarse: int = 2
     storage: Literal["all", "c_points"] = "all"
-    batching: Literal["auto", "on", "off"] = "off"
+    batching: Literal["auto", "on", "off"] | list[Literal["on", "off"]] = "off"
     adjoint: dict[str, int | float | str | list[int] | list[float] | list[str] | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -197,10 +198,12 @@ class MGRIT:
         )
         if self.adjoint:
             self.for_adjoint()
-        _require(
-            not (self.storage == "c_points" and self.adjoint.get("coarsening", self.coarsening) != self.coarsening),
-            "mgrit.storage c_points needs the same coarsening in both directions; drop mgrit.adjoint.coarsening",
-        )
+        for key in ("levels", "coarsening"):
+            own = getattr(self, key)
+            _require(
+                self.storage == "all" or self.adjoint.get(key, own) == own,
+                f"mgrit.storage c_points needs the same {key} in both directions; drop mgrit.adjoint.{key}",
+            )
 
     def for_adjoint(self) -> MGRIT:
         """The settings with `adjoint` applied."""

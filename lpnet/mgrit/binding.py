@@ -9,6 +9,7 @@ only.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -210,7 +211,7 @@ class Problem:
 
 def copier(to: Tensor, source: Tensor) -> Op:
     """to = source."""
-    return lambda: to.copy_(source)
+    return partial(to.copy_, source)
 
 
 def lerper(state: Tensor, new: Tensor, weight: float) -> Op:

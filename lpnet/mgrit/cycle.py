@@ -131,7 +131,7 @@ class Cycle:
             self.f_relax(level)
         self.fas_residual(level)
         self.iterate(level + 1, kind)
-        if kind == "F" and level + 1 < self.coarsest:
+        if kind == "F" and level > 0:
             self.f_relax(level)
             self._descend(level, "V")
 
@@ -142,7 +142,7 @@ class Cycle:
     def c_relax(self, level: int) -> None:
         """C-points take the value that the sweep before brought to them."""
         self._add("c_relax", level)
-        self.fresh.difference_update(self.levels[level].c_points)
+        self.fresh.difference_update(p for p in self.levels[level].c_points if p != self.hierarchy.start)
 
     def fas_residual(self, level: int) -> None:
         """K of the next level: its step from the present values."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lpnet.config import MGRIT
 from lpnet.errors import UsageError
+from lpnet.mgrit.batching import as_setting, fixed_choice, measure
 from lpnet.mgrit.flight import Everywhere, Flight, Propagate
 from lpnet.mgrit.hierarchy import build, direction, local_level
 from lpnet.mgrit.propagator import Kept, Propagator, Start
@@ -52,11 +53,12 @@ class LayerParallel(torch.nn.Module):
         self.opening: torch.nn.Module | None = opening.to(stack.dtype) if self.is_first else None
         self.closing: torch.nn.Module | None = closing.to(stack.dtype) if self.is_last else None
         self.hierarchy = build(stack.num_layers, self.mgrit)
-        self.batched: tuple[bool, ...] = (self.mgrit.batching == "on",)
+        self.batched = fixed_choice(self.mgrit)  # None until it is measured
         self._anchor = torch.zeros((), dtype=stack.dtype, requires_grad=True)
         self._pools: dict[tuple[tuple[int, ...], bool], list[Propagator]] = {}
         self._shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._kept: dict[int, tuple[Kept, Kept | None]] = {}
+        self._batches: dict[int, tuple[int, ...]] = {}
         self._logits: dict[tuple[Any, ...], tuple[tuple[int, ...], torch.dtype]] = {}
         self._latest: Propagator | None = None
         self._latest_adjoint = False
@@ -96,8 +98,9 @@ class LayerParallel(torch.nn.Module):
 
         Neighbour messages only, in the backward too, which every rank must run. A cold start to a tolerance reduces.
         """
-        u0 = self._open(x)
-        propagator = self._take(self._state_shape(x, u0))
+        self._check_batch(batch, tuple(x.shape))
+        u0, shape = self._enter(x)
+        propagator = self._take(shape)
         parameters = list(self.stack.parameters())
         out = Propagate.apply(
             Flight(self, propagator, batch), u0 if u0 is not None else self._anchor, self._anchor, *parameters
@@ -107,29 +110,36 @@ class LayerParallel(torch.nn.Module):
     @torch.no_grad()
     def exact_logits(self, x: Tensor) -> Tensor | None:
         """Logits by exact propagation on the last rank, None elsewhere. Neighbour messages only."""
-        u0 = self._open(x)
-        propagator = self._take(self._state_shape(x, u0), exact=True)
+        u0, shape = self._enter(x)
+        propagator = self._take(shape, exact=True)
         propagator.forward(u0, start="zero", iterations=0)
         return self.closing(propagator.last_state()) if self.closing is not None else None
 
+    def _enter(self, x: Tensor) -> tuple[Tensor | None, tuple[int, ...]]:
+        """u_0 on the first rank, and the shape of the states on every rank, agreed once per shape of x."""
+        key = tuple(x.shape)
+        if key in self._shapes:
+            return self._open(x), self._shapes[key]
+        u0: Tensor | None = self.comm.together(lambda: self._open(x))
+        self._shapes[key] = self.comm.broadcast_object(None if u0 is None else tuple(u0.shape))
+        return u0, self._shapes[key]
+
     def _open(self, x: Tensor) -> Tensor | None:
-        if x.shape[0] < 1:
+        if x.dim() < 1 or x.shape[0] < 1:
             raise UsageError(f"a batch needs at least 1 sample; x has the shape {tuple(x.shape)}")
         if self.opening is None:
             return None
-        u0 = self.opening(x.to(self.stack.dtype) if x.is_floating_point() else x)
+        u0: Tensor = self.opening(x.to(self.stack.dtype) if x.is_floating_point() else x)
         self.stack.step.check(u0.shape)
-        return cast(Tensor, u0)
+        return u0
 
-    def _state_shape(self, x: Tensor, u0: Tensor | None) -> tuple[int, ...]:
-        """Shape of the states for a batch like x: the step's, or the first rank's opening's (collective, once)."""
-        key = tuple(x.shape)
-        if key not in self._shapes:
-            shape = self.stack.step.state_shape(x.shape[0])
-            if shape is None:
-                shape = self.comm.broadcast_object(None if u0 is None else tuple(u0.shape))
-            self._shapes[key] = shape
-        return self._shapes[key]
+    def _check_batch(self, batch: int | None, shape: tuple[int, ...]) -> None:
+        """The same id means the same samples."""
+        if batch is not None and self._batches.setdefault(batch, shape) != shape:
+            raise UsageError(
+                f"batch id {batch} was used for samples of shape {self._batches[batch]} and now for {shape}; "
+                f"an id stands for the same samples: give other samples another id"
+            )
 
     def _take(self, shape: tuple[int, ...], exact: bool = False) -> Propagator:
         """States that no live graph holds."""
@@ -141,9 +151,25 @@ class LayerParallel(torch.nn.Module):
             one = MGRIT(levels=1)
             made = Propagator(self.stack, build(self.stack.num_layers, one), one, shape, keep=False)
         else:
-            made = Propagator(self.stack, self.hierarchy, self.mgrit, shape, batched=self.batched)
+            made = Propagator(self.stack, self.hierarchy, self.mgrit, shape, batched=self.choose_batching(shape))
         pool.append(made)
         return made
+
+    def choose_batching(self, shape: tuple[int, ...]) -> tuple[bool, ...]:
+        """Per level, whether intervals are relaxed side by side. With `mgrit.batching: auto` the first call measures
+        (collective over comm, one reduction); the choice is written to `self.mgrit` and never changes again.
+
+        Args:
+            shape: of a state, (batch, ...).
+        """
+        if self.batched is None:
+            self.batched = measure(self.stack, self.hierarchy, self.mgrit, shape)
+            self.mgrit = as_setting(self.batched, self.mgrit)
+        return self.batched
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has the parameters and settings, not the states in memory."""
+        return {**super().__getstate__(), "_pools": {}, "_kept": {}, "_latest": None}  # type: ignore[dict-item]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Moving or converting the parameters makes all states anew."""
@@ -158,9 +184,10 @@ class LayerParallel(torch.nn.Module):
 
     # how a solve starts and what it leaves
 
-    def _plan(self, kept: Kept | None, iterations: int | None, guess: str) -> tuple[Start, int | None]:
+    def _plan(self, solver: Solver, kept: Kept | None, iterations: int | None) -> tuple[Start, int | None]:
         """Where a solve starts and how long it runs: fixed iterations need kept states."""
-        if self.hierarchy.levels[1:] == ():
+        guess = solver.mgrit.initial_guess
+        if solver.levels == 1:
             return "zero", 0
         if guess == "kept" and not self.mgrit.skip_first_down:
             return ("given", iterations) if kept is not None else ("coarse", None)
@@ -177,7 +204,7 @@ class LayerParallel(torch.nn.Module):
     def solve_states(self, flight: Flight, u0: Tensor | None) -> None:
         """The forward solve of a pass. Neighbour messages only, but for a cold start."""
         kept = self._kept.get(flight.batch, (None, None))[0] if flight.batch is not None else None
-        start, iterations = self._plan(kept, self.mgrit.forward_iterations, self.mgrit.initial_guess)
+        start, iterations = self._plan(flight.propagator.forward_solver, kept, self.mgrit.forward_iterations)
         flight.propagator.forward(u0, start=start, kept=kept, iterations=iterations)
         self._latest, self._latest_adjoint = flight.propagator, False
 
@@ -185,11 +212,10 @@ class LayerParallel(torch.nn.Module):
         """The adjoint solve of a pass; its states and adjoints are kept under its batch id. Messages as forward."""
         propagator = flight.propagator
         before = self._kept.get(flight.batch, (None, None)) if flight.batch is not None else (None, None)
-        settings = propagator.adjoint_solver.mgrit
-        start, iterations = self._plan(before[1], self.mgrit.adjoint_iterations, settings.initial_guess)
+        start, iterations = self._plan(propagator.adjoint_solver, before[1], self.mgrit.adjoint_iterations)
         propagator.adjoint(lam, start=start, kept=before[1], iterations=iterations)
         self._latest, self._latest_adjoint = propagator, True
-        if flight.batch is not None and len(self.hierarchy.levels) > 1:
+        if flight.batch is not None and max(propagator.forward_solver.levels, propagator.adjoint_solver.levels) > 1:
             self._kept[flight.batch] = (
                 propagator.kept(propagator.forward_solver, before[0]),
                 propagator.kept(propagator.adjoint_solver, before[1]),
@@ -221,6 +247,7 @@ class LayerParallel(torch.nn.Module):
     def forget(self) -> None:
         """Drop all kept states: the next solves start cold. No communication."""
         self._kept.clear()
+        self._batches.clear()
 
     def kept_points(self, kind: str) -> list[int]:
         """Points of this rank whose states ("state") or adjoints ("adjoint") are kept. No communication."""
@@ -287,7 +314,7 @@ class LayerParallel(torch.nn.Module):
             u0 if run.is_first else None,
             start=start,
             kept=kept,
-            iterations=self.mgrit.forward_iterations if len(self.hierarchy.levels) > 1 else 0,
+            iterations=self.mgrit.forward_iterations if run.forward_solver.levels > 1 else 0,
         )
         points = range(self.stack.low, self.stack.high + self.is_last)
         return (
@@ -307,7 +334,7 @@ class LayerParallel(torch.nn.Module):
             lam if run.is_last else None,
             start=start,
             kept=kept,
-            iterations=self.mgrit.adjoint_iterations if len(self.hierarchy.levels) > 1 else 0,
+            iterations=self.mgrit.adjoint_iterations if run.adjoint_solver.levels > 1 else 0,
         )
         self._latest_adjoint = True
         points = range(self.stack.low, self.stack.high + self.is_last)

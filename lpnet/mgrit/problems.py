@@ -6,6 +6,7 @@ Both say how one edge is walked and who sends what to whom; the rest is `binding
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ class StateProblem(Problem):
             index_of([self.slots.layer[b] for b in layers]),
         )
 
-    def _evaluate(self, action: Action) -> Op:
+    def _evaluate(self, action: Action) -> list[Op]:
         assert action.edges is not None
         layer, u, z = self._places(action.edges.layers)
         return self.workspace.evaluate(layer, u, z)
@@ -40,11 +41,11 @@ class StateProblem(Problem):
         minus, plus = self._terms(action, layers, targets)
         if plus is None and minus is not None and len(targets) > 1:
             raise AssertionError("a batch of coarse intervals must not leave the rank")
-        op = self.workspace.advance(u, z, self.h * action.edges.span, self._sink(action, targets), minus, plus)
+        ops = self.workspace.advance(u, z, self.h * action.edges.span, self._sink(action, targets), minus, plus)
         leaves = targets[-1] not in self.place[action.level]
-        return [self._free_send((action.sink, action.level)), op] if leaves else [op]
+        return [self._free_send((action.sink, action.level)), *ops] if leaves else ops
 
-    def _fas(self, action: Action) -> Op:
+    def _fas(self, action: Action) -> list[Op]:
         assert action.edges is not None
         layers = action.edges.layers
         _, u, z = self._places(layers)
@@ -68,7 +69,7 @@ class StateProblem(Problem):
         if self._direct(action):
             return copier(place, buffer)
         plus = self.arrived[level][0]
-        return lambda: torch.add(plus, buffer, out=place)
+        return partial(torch.add, plus, buffer, out=place)
 
     def _send_buffer(self, action: Action) -> Tensor:
         if action.sink == "next":
@@ -100,7 +101,7 @@ class AdjointProblem(Problem):
             return buffer
         return self.view(points)
 
-    def _pull(self, action: Action, out_of: Callable[[list[int]], Tensor], fas: bool) -> Op:
+    def _pull(self, action: Action, out_of: Callable[[list[int]], Tensor], fas: bool) -> list[Op]:
         edges = action.edges
         assert edges is not None
         layers = edges.layers
@@ -117,10 +118,10 @@ class AdjointProblem(Problem):
             plus,
         )
 
-    def _step(self, action: Action) -> Op | list[Op]:
-        op = self._pull(action, lambda layers: self._sink(action, layers), fas=False)
+    def _step(self, action: Action) -> list[Op]:
+        ops = self._pull(action, lambda layers: self._sink(action, layers), fas=False)
         assert action.edges is not None
-        return [*self._releases(action.edges.first), op] if action.sink == "point" else op
+        return [*self._releases(action.edges.first), *ops] if action.sink == "point" else ops
 
     def _releases(self, point: int) -> list[Op]:
         """A state is sent from where it lives: before it is written, what is on its way must have left."""
@@ -131,7 +132,7 @@ class AdjointProblem(Problem):
             for kind in ("point", "halo")
         ]
 
-    def _fas(self, action: Action) -> Op:
+    def _fas(self, action: Action) -> list[Op]:
         level = action.level
         return self._pull(action, lambda layers: self.old[level][self._row(level, layers)], fas=True)
 
@@ -146,11 +147,10 @@ class AdjointProblem(Problem):
         first, count = action.edges.first, action.edges.number
         for layer in range(first, first + count):
             u, z = self.slots.state[layer], self.slots.layer[layer]
-            ops.append(self.workspace.evaluate(layer - self.low, u, z))
+            ops += self.workspace.evaluate(layer - self.low, u, z)
             if layer + 1 < first + count:
-                ops.append(
-                    self.workspace.advance(u, z, self.h, self.workspace.state(self.slots.state[layer + 1]), None, None)
-                )
+                target = self.workspace.state(self.slots.state[layer + 1])
+                ops += self.workspace.advance(u, z, self.h, target, None, None)
         return ops
 
     def _gradient(self, action: Action) -> list[Op]:
@@ -161,17 +161,11 @@ class AdjointProblem(Problem):
         for start, stop in ((first, first + 1), (first + 1, first + count)):
             if start < stop:
                 u, d = self.slots.state[start], self.slots.layer[start]
-                ops.append(
-                    self.workspace.gradient(
-                        slice(start - self.low, stop - self.low),
-                        slice(u, u + stop - start),
-                        slice(d, d + stop - start),
-                        self.h,
-                    )
-                )
+                layers, states = slice(start - self.low, stop - self.low), slice(u, u + stop - start)
+                ops += self.workspace.gradient(layers, states, slice(d, d + stop - start), self.h)
         return ops
 
-    def all_gradients(self) -> Op:
+    def all_gradients(self) -> list[Op]:
         """Gradients of all local layers in one call, from the latest sweep over level 0."""
         count = self.high - self.low
         return self.workspace.gradient(slice(0, count), slice(0, count), slice(0, count), self.h)

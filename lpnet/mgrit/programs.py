@@ -111,3 +111,16 @@ def critical_path(programs: Sequence[Sequence[Action]], cycles: Sequence[Cycle])
                 moved = True
     assert all(p == len(a) for p, a in zip(position, programs, strict=True)), "a receive has no matching send"
     return max(clocks)
+
+
+def span_of(action: Action, levels: int) -> str:
+    """The span that an action's time belongs to in profiles and traces."""
+    if action.kind in ("wait", "halo_wait"):
+        return "wait"
+    if action.kind in ("post", "send", "land", "halo_post", "halo_send"):
+        return "message"
+    if action.kind in ("residual", "fas"):
+        return "residual"
+    if action.kind in ("c_relax", "gradient"):
+        return action.kind
+    return "coarse" if action.level == levels - 1 and levels > 1 else "f_relax"

@@ -17,6 +17,7 @@ from lpnet.mgrit.hierarchy import Hierarchy, direction
 from lpnet.mgrit.problems import AdjointProblem, StateProblem
 from lpnet.mgrit.slots import all_points, c_points_only, rolling
 from lpnet.mgrit.solver import Need, Solver
+from lpnet.nn.kernels import Op
 from lpnet.nn.stack import LayerStack
 
 Start = Literal["zero", "constant", "coarse", "given"]
@@ -79,7 +80,7 @@ class Propagator:
         self.forward_solver = solver(StateProblem, forward, options)
         self._make_adjoint: Callable[[], Solver] = lambda: solver(AdjointProblem, backward, adjoint_options)
         self._adjoint_solver: Solver | None = None
-        self._gradients: Any = None
+        self._gradients: list[Op] | None = None
         self.flight: weakref.ref[Any] | None = None
         self.stamp: tuple[int, ...] = ()
 
@@ -146,7 +147,8 @@ class Propagator:
                 problem = self.adjoint_solver.problem
                 assert isinstance(problem, AdjointProblem)
                 self._gradients = problem.all_gradients()
-            self._gradients()
+            for op in self._gradients:
+                op()
         return self.stack.engine.gradients()
 
     def last_state(self) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from dataclasses import dataclass
@@ -10,9 +11,11 @@ from typing import Literal
 import numpy as np
 import torch
 
+from lpnet.io import trace
 from lpnet.mgrit.binding import Problem, squares
+from lpnet.mgrit.cycle import Action
 from lpnet.mgrit.hierarchy import per_level
-from lpnet.mgrit.programs import evaluations, parts, record, solve_critical_path
+from lpnet.mgrit.programs import evaluations, parts, record, solve_critical_path, span_of
 from lpnet.nn.steps import Op
 from lpnet.parallel.comm import Comm
 
@@ -72,22 +75,34 @@ class Solver:
         self._c_points = sorted(self.cycle.hierarchy.c_points(0) - {start}) if self.levels > 1 else []
         index = {p: i for i, p in enumerate(self._c_points)}
         self._where = [index[p] for p in problem.local_c_points()] if self.levels > 1 else []
-        self._programs: dict[tuple[str, frozenset[int]], Program] = {}
+        self._programs: dict[tuple[str, frozenset[int], bool], Program] = {}
         self._fresh: frozenset[int] = frozenset()
+        self._known: dict[frozenset[int], frozenset[int]] = {self._fresh: self._fresh}
         self._ran: list[Program] = []
         self._seconds: dict[str, float] = {}
         self._converged: bool | None = None
 
     def program(self, name: str, fresh: frozenset[int]) -> Program:
         """The bound actions of one part of a solve, recorded when first needed. No communication."""
-        key = (name, fresh)
+        timed = trace.is_on()
+        key = (name, fresh, timed)
         if key not in self._programs:
             self.cycle.fresh = set(fresh)
             actions = record(self.cycle, name)
             after = frozenset() if self.cycle.hierarchy.adjoint else frozenset(self.cycle.fresh)
+            after = self._known.setdefault(after, after)  # one object per set: looking it up compares no elements
             counts = evaluations(actions, self.levels, adjoint=self.cycle.hierarchy.adjoint)
-            self._programs[key] = Program(name, self.problem.bind(actions), counts, after)
+            ops = self._bind_timed(actions) if timed else self.problem.bind(actions)
+            self._programs[key] = Program(name, ops, counts, after)
         return self._programs[key]
+
+    def _bind_timed(self, actions: list[Action]) -> list[Op]:
+        """Closures with one trace span around each run of equal work."""
+        levels = [f"{span_of(a, self.levels)} level {a.level}" for a in actions]
+        ops: list[Op] = []
+        for span, group in itertools.groupby(zip(levels, actions, strict=True), key=lambda pair: pair[0]):
+            ops.append(_timed(span, self.problem.bind([action for _, action in group]), self.cycle.hierarchy.adjoint))
+        return ops
 
     def _run(self, name: str) -> None:
         program = self.program(name, self._fresh)
@@ -112,11 +127,13 @@ class Solver:
         self._converged = None
         last = {"all": "refresh", "last": "tail", "gradient": "refresh_gradient"}[need]
         watched = iterations is None or self.mgrit.tolerance is not None or self.mgrit.relative_tolerance is not None
-        if self.levels == 1 or (iterations is not None and not watched):
-            for name in parts(iterations or 0, coarse_start=coarse_start, levels=self.levels, last=last):
-                self._run(name)
-        else:
-            self._iterate(self.mgrit.max_iterations if iterations is None else iterations, coarse_start, need)
+        # a diverging run is found by its loss and named; numpy need not warn of every overflow
+        with np.errstate(all="ignore"):
+            if self.levels == 1 or (iterations is not None and not watched):
+                for name in parts(iterations or 0, coarse_start=coarse_start, levels=self.levels, last=last):
+                    self._run(name)
+            else:
+                self._iterate(self.mgrit.max_iterations if iterations is None else iterations, coarse_start, need)
         self.problem.settle()
 
     def _iterate(self, most: int, coarse_start: bool, need: Need) -> None:
@@ -184,3 +201,15 @@ class Solver:
         counts = tuple(sum(column) for column in zip(*(program.evaluations for program in self._ran), strict=True))
         iterations = sum(name in ("start_coarse", "correct") for name in names)
         return SolveReport(iterations, residuals, rho, counts, path, dict(self._seconds), self._converged)
+
+
+def _timed(span: str, ops: list[Op], adjoint: bool) -> Op:
+    direction = "adjoint" if adjoint else "forward"
+
+    def run() -> None:
+        began = trace.begin()
+        for op in ops:
+            op()
+        trace.end(began, span, direction=direction)
+
+    return run

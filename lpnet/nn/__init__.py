@@ -2,7 +2,8 @@
 
 from lpnet.nn.conv import ConvStep
 from lpnet.nn.ends import Classifier, DenseOpening, ZeroExpand
+from lpnet.nn.module_step import ModuleStep
 from lpnet.nn.stack import LayerStack
 from lpnet.nn.steps import DenseStep
 
-__all__ = ["Classifier", "ConvStep", "DenseOpening", "DenseStep", "LayerStack", "ZeroExpand"]
+__all__ = ["Classifier", "ConvStep", "DenseOpening", "DenseStep", "LayerStack", "ModuleStep", "ZeroExpand"]

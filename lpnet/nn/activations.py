@@ -9,12 +9,13 @@ No communication.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from lpnet.config import Activation
-from lpnet.nn.kernels import Op, tanh_
+from lpnet.nn.kernels import Op, tanh_, tanh_pull
 
 ETA = 0.1
 
@@ -28,41 +29,30 @@ def smooth_relu(x: Tensor) -> Tensor:
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"tanh": torch.tanh, "relu": torch.relu, "smooth_relu": smooth_relu}
 
 
-def activate_(name: Activation, z: Tensor, scratch: Tensor) -> Op:
-    """z = sigma(z); `scratch` has the shape of z."""
+def activate_(name: Activation, z: Tensor, scratch: Tensor) -> list[Op]:
+    """z = sigma(z); `scratch` has the shape of z and is used by smooth_relu."""
     if name == "tanh":
         return tanh_(z)
     if name == "relu":
-        return lambda: torch.relu_(z)
-
-    def run() -> None:
-        torch.clamp(z, -ETA, ETA, out=scratch)
-        scratch.add_(ETA)
-        z.sub_(ETA)
-        z.relu_()
-        torch.addcmul(z, scratch, scratch, value=1 / (4 * ETA), out=z)
-
-    return run
+        return [partial(torch.relu_, z)]
+    return [
+        partial(torch.clamp, z, -ETA, ETA, out=scratch),
+        partial(scratch.add_, ETA),
+        partial(z.sub_, ETA),
+        z.relu_,
+        partial(torch.addcmul, z, scratch, scratch, value=1 / (4 * ETA), out=z),
+    ]
 
 
-def pull(name: Activation, source: Tensor, z: Tensor, out: Tensor) -> Op:
+def pull(name: Activation, source: Tensor, z: Tensor, out: Tensor) -> list[Op]:
     """out = sigma'(.) * source, with the derivative taken from the activated value z."""
     if name == "tanh":
-        kernel = torch.ops.aten.tanh_backward.grad_input
-
-        def run() -> None:
-            kernel(source, z, grad_input=out)
-    elif name == "relu":
-        threshold = torch.ops.aten.threshold_backward.grad_input
-
-        def run() -> None:
-            threshold(source, z, 0, grad_input=out)
-    else:
-
-        def run() -> None:
-            torch.mul(z, 1 / ETA, out=out)
-            out.clamp_(0, 1)
-            out.sqrt_()
-            out.mul_(source)
-
-    return run
+        return tanh_pull(source, z, out)
+    if name == "relu":
+        return [partial(torch.ops.aten.threshold_backward.grad_input, source, z, 0, grad_input=out)]
+    return [
+        partial(torch.mul, z, 1 / ETA, out=out),
+        partial(out.clamp_, 0, 1),
+        out.sqrt_,
+        partial(out.mul_, source),
+    ]

@@ -18,7 +18,8 @@ from lpnet.config import Activation
 from lpnet.errors import UsageError
 from lpnet.nn.activations import FUNCTIONS, activate_, pull
 from lpnet.nn.kernels import Op
-from lpnet.nn.layerwise import LayerwiseWorkspace
+from lpnet.nn.layerwise import LayerwiseWorkspace, places
+from lpnet.nn.steps import Index, corrected
 
 
 @dataclass(frozen=True)
@@ -86,9 +87,9 @@ class ConvStep:
         bias = torch.zeros(self.channels, *(self.size or ()) if self.bias == "image" else (), dtype=torch.float64)
         return {"weight": weight * (self.init_scale / fan_in**0.5), "bias": bias}
 
-    def engine(self, parameters: dict[str, Tensor]) -> ConvEngine:
-        """The weights of a block of layers in the layout of the kernels."""
-        return ConvEngine(self, parameters["weight"], parameters["bias"])
+    def engine(self, parameters: dict[str, Tensor], compute: torch.dtype | None = None) -> ConvEngine:
+        """The weights of a block of layers in the layout and precision of the kernels."""
+        return ConvEngine(self, parameters["weight"], parameters["bias"], compute or parameters["weight"].dtype)
 
     def serial_layer(self, parameters: dict[str, Tensor], h: float) -> torch.nn.Module:
         """One layer as an ordinary torch module with parameters of its own."""
@@ -119,23 +120,22 @@ class ConvEngine:
         step: the layer.
         weight: (local layers, channels, channels / groups, kernel, kernel).
         bias: (local layers, channels) or (local layers, channels, height, width).
+        compute: precision of the convolutions; states and parameters keep theirs.
     """
 
-    def __init__(self, step: ConvStep, weight: Tensor, bias: Tensor) -> None:
-        self.step, self.weight, self.bias = step, weight, bias
+    def __init__(self, step: ConvStep, weight: Tensor, bias: Tensor, compute: torch.dtype) -> None:
+        self.step, self.weight, self.bias, self.compute = step, weight, bias, compute
         last = torch.channels_last
-        self.kernels = [torch.empty_like(w, memory_format=last) for w in weight.detach()]
+        self.kernels = [torch.empty_like(w, memory_format=last, dtype=compute) for w in weight.detach()]
+        self.biases = bias.detach().movedim(1, -1).clone(memory_format=torch.contiguous_format)
         self.weight_gradient = torch.empty_like(weight.detach())
         self.bias_gradient = torch.empty_like(bias.detach())
-        images = bias.detach() if step.bias == "image" else None
-        self.images = None if images is None else [torch.empty_like(b[None], memory_format=last) for b in images]
 
     def refresh(self) -> tuple[int, ...]:
         """Copy the parameters into the kernels' layout; the stamp tells whether they change before a backward."""
         with torch.no_grad():
             torch._foreach_copy_(self.kernels, list(self.weight.unbind(0)))
-            if self.images is not None:
-                torch._foreach_copy_(self.images, [b[None] for b in self.bias.unbind(0)])
+            self.biases.copy_(self.bias.movedim(1, -1))
         return self.stamp()
 
     def stamp(self) -> tuple[int, ...]:
@@ -158,63 +158,134 @@ class ConvWorkspace(LayerwiseWorkspace):
         batch, channels, height, width = shape
         super().__init__(engine.weight, (batch, height, width, channels), state_slots, layer_slots)
         self.engine = engine
-        self._d: list[Tensor] | None = None
-        self._scratch = self.like.new_empty(self.payload)
+        self._d: Tensor | None = None
 
     @property
-    def d(self) -> list[Tensor]:
+    def d(self) -> Tensor:
         """sigma' times adjoint per layer, allocated when first used."""
         if self._d is None:
-            self._d = list(self.like.new_empty(len(self.z), *self.payload).unbind(0))
+            self._d = self.like.new_empty(len(self.z), *self.payload)
         return self._d
 
-    def one_evaluate(self, layer: int, u: int, z: int) -> Op:
+    def one_evaluate(self, layer: int, u: int, z: int) -> list[Op]:
         """z = sigma(conv(u; W) + b)."""
-        engine, step, values = self.engine, self.engine.step, self.z
-        state, kernel, padding, groups = _image(self.u[u]), engine.kernels[layer], step.kernel // 2, step.groups
-        bias = engine.bias.detach()[layer] if engine.images is None else None
-        image = None if engine.images is None else engine.images[layer]
-        conv, name, scratch = torch.conv2d, step.activation, self._scratch
+        return self._evaluate([layer], self.u[u : u + 1], [z])
+
+    def evaluate(self, layer: Index, u: Index, z: Index) -> list[Op]:
+        """z = sigma(conv(u; W) + b); layers side by side as one grouped convolution."""
+        if isinstance(layer, int) or isinstance(u, int):
+            return super().evaluate(layer, u, z)
+        layers, slots, states = places(layer), places(z), self.u[u]
+        parts = self._groups(len(layers))
+        return [op for p in parts for op in self._evaluate(layers[p], states[p], slots[p])]
+
+    def _groups(self, number: int) -> list[slice]:
+        """Layers that make one convolution: as many as fill 16 channels, the width that the kernels are made for."""
+        size = max(1, 16 // self.engine.step.channels)
+        return [slice(i, min(i + size, number)) for i in range(0, number, size)]
+
+    def _evaluate(self, layers: list[int], states: Tensor, slots: list[int]) -> list[Op]:
+        engine, step, values, number = self.engine, self.engine.step, self.z, len(layers)
+        kernels = [engine.kernels[layer] for layer in layers]
+        biases = [engine.biases[layer] for layer in layers]
+        conv, padding, groups = torch.conv2d, step.kernel // 2, step.groups * number
+        scratch = self.like.new_empty(number, *self.payload) if step.activation == "smooth_relu" else states
 
         def run() -> None:
-            inner = conv(state, kernel, bias, 1, padding, 1, groups)
-            if image is not None:
-                inner.add_(image)
-            value = inner.permute(0, 2, 3, 1)
-            activate_(name, value, scratch)()
-            values[z] = value
+            image = side_by_side_channels(states, engine.compute)
+            kernel = kernels[0] if number == 1 else torch.cat(kernels)
+            inner = apart(conv(image, kernel, None, 1, padding, 1, groups), number, states.dtype)
+            for i in range(number):
+                inner[i].add_(biases[i])
+            for op in activate_(step.activation, inner, scratch):
+                op()
+            for i, slot in enumerate(slots):
+                values[slot] = inner[i]
 
-        return run
+        return [run]
 
-    def one_pull(self, layer: int, z: int, d: int, source: Tensor, h: float, out: Tensor) -> Op:
+    def one_pull(self, layer: int, z: int, d: int, source: Tensor, h: float, out: Tensor) -> list[Op]:
         """out = source + h conv^T(sigma' source); keeps sigma' source."""
-        step, values, inner = self.engine.step, self.z, self.d[d]
-        kernel, gradient, padding = self.engine.kernels[layer], _image(inner), step.kernel // 2
-        state, backward = _image(self.u[0]), torch.ops.aten.convolution_backward
-        where = ([1, 1], [padding] * 2, [1, 1], False, [0, 0], step.groups, [True, False, False])
+        return self._pull([layer], [z], [d], source[None], h, out[None], None, None)
+
+    def pull(
+        self,
+        layer: Index,
+        z: Index,
+        d: Index,
+        source: Tensor,
+        h: float,
+        out: Tensor,
+        minus: Tensor | None,
+        plus: Tensor | None,
+    ) -> list[Op]:
+        """out = (source + h conv^T(sigma' source)) [- minus] [+ plus]; side by side as one grouped convolution."""
+        if isinstance(layer, int):
+            return super().pull(layer, z, d, source, h, out, minus, plus)
+        a, b, c = places(layer), places(z), places(d)
+        ops = [
+            self._pull(
+                a[p],
+                b[p],
+                c[p],
+                source[p],
+                h,
+                out[p],
+                None if minus is None else minus[p],
+                None if plus is None else plus[p],
+            )
+            for p in self._groups(len(a))
+        ]
+        return [op for part in ops for op in part]
+
+    def _pull(
+        self,
+        layers: list[int],
+        z: list[int],
+        d: list[int],
+        source: Tensor,
+        h: float,
+        out: Tensor,
+        minus: Tensor | None,
+        plus: Tensor | None,
+    ) -> list[Op]:
+        engine, step, values, number = self.engine, self.engine.step, self.z, len(layers)
+        kernels, backward = [engine.kernels[layer] for layer in layers], torch.ops.aten.convolution_backward
+        inner = self.d[d[0] : d[-1] + 1 : d[1] - d[0] if number > 1 else 1]
+        padding, groups = step.kernel // 2, step.groups * number
+        where = ([1, 1], [padding] * 2, [1, 1], False, [0, 0], groups, [True, False, False])
+        to = out if minus is None or plus is None else torch.empty_like(out)
 
         def run() -> None:
-            value = values[z]
-            assert value is not None
-            pull(step.activation, source, value, inner)()
-            product = backward(gradient, state, kernel, None, *where)[0]
-            torch.add(source, product.permute(0, 2, 3, 1), alpha=h, out=out)
+            for i in range(number):
+                value = values[z[i]]
+                assert value is not None
+                for op in pull(step.activation, source[i], value, inner[i]):
+                    op()
+            image = side_by_side_channels(inner, engine.compute)
+            kernel = kernels[0] if number == 1 else torch.cat(kernels)
+            product = apart(backward(image, image, kernel, None, *where)[0], number, source.dtype)
+            torch.add(source, product, alpha=h, out=to)
 
-        return run
+        return [run, *corrected(to, minus, plus, out)]
 
-    def one_gradient(self, layer: int, u: int, d: int, h: float) -> Op:
+    def one_gradient(self, layer: int, u: int, d: int, h: float) -> list[Op]:
         """Gradients of weight and bias."""
         step, engine = self.engine.step, self.engine
-        state, inner, kernel, padding = _image(self.u[u]), _image(self.d[d]), engine.kernels[layer], step.kernel // 2
+        state, inner, kernel, padding = self.u[u : u + 1], self.d[d : d + 1], engine.kernels[layer], step.kernel // 2
         weight, bias = engine.weight_gradient[layer], engine.bias_gradient[layer]
-        dims, backward = (0, 2, 3) if step.bias == "channel" else (0,), torch.ops.aten.convolution_backward
+        dims, backward = (0, 1) if step.bias == "image" else (0, 1, 2, 3), torch.ops.aten.convolution_backward
         where = ([1, 1], [padding] * 2, [1, 1], False, [0, 0], step.groups, [False, True, False])
 
         def run() -> None:
-            torch.mul(backward(inner, state, kernel, None, *where)[1], h, out=weight)
-            torch.mul(torch.sum(inner, dims), h, out=bias)
+            left = side_by_side_channels(inner, engine.compute)
+            right = side_by_side_channels(state, engine.compute)
+            weight.copy_(backward(left, right, kernel, None, *where)[1])
+            weight.mul_(h)
+            found = torch.sum(inner, dims)
+            torch.mul(found.movedim(-1, 0), h, out=bias)
 
-        return run
+        return [run]
 
     def pack(self, u: Tensor, out: Tensor) -> None:
         """Write a state (batch, channels, height, width) into a payload."""
@@ -225,6 +296,31 @@ class ConvWorkspace(LayerwiseWorkspace):
         return payload.movedim(-1, -3).clone()
 
 
-def _image(payload: Tensor) -> Tensor:
-    """(batch, height, width, channels) seen as (batch, channels, height, width), channels last."""
-    return payload.permute(0, 3, 1, 2)
+def side_by_side_channels(payloads: Tensor, dtype: torch.dtype) -> Tensor:
+    """(number, batch, height, width, channels) as (batch, number * channels, height, width), channels last."""
+    number, batch, height, width, channels = payloads.shape
+    if payloads.dtype != dtype:
+        payloads = payloads.to(dtype)
+    if number == 1:
+        return payloads[0].permute(0, 3, 1, 2)
+    out = payloads.new_empty(batch, height, width, number, channels)
+    _wide(out).copy_(_wide(payloads).movedim(0, 3))
+    return out.view(batch, height, width, number * channels).permute(0, 3, 1, 2)
+
+
+def apart(image: Tensor, number: int, dtype: torch.dtype) -> Tensor:
+    """The inverse of `side_by_side_channels`."""
+    dense = image.permute(0, 2, 3, 1).contiguous()
+    batch, height, width, channels = dense.shape
+    if number == 1:
+        return dense[None].to(dtype)
+    parts = dense.view(batch, height, width, number, channels // number)
+    out = parts.new_empty(number, batch, height, width, channels // number)
+    _wide(out).copy_(_wide(parts).movedim(3, 0))
+    return out.to(dtype)
+
+
+def _wide(payload: Tensor) -> Tensor:
+    """Pixels seen as few wide numbers: four channels are copied ten times faster as one of 16 bytes."""
+    size = payload.shape[-1] * payload.element_size()
+    return payload.view(torch.complex128 if size % 16 == 0 else torch.float64) if size % 8 == 0 else payload

@@ -7,6 +7,7 @@ No communication.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,15 +35,15 @@ class LayerwiseWorkspace:
         self.z: list[Tensor | None] = [None] * layer_slots  # F in the shape of a payload
         self._lam: Tensor | None = None
 
-    def one_evaluate(self, layer: int, u: int, z: int) -> Op:
+    def one_evaluate(self, layer: int, u: int, z: int) -> list[Op]:
         """z[z] = F(u[u]; layer)."""
         raise NotImplementedError
 
-    def one_pull(self, layer: int, z: int, d: int, source: Tensor, h: float, out: Tensor) -> Op:
+    def one_pull(self, layer: int, z: int, d: int, source: Tensor, h: float, out: Tensor) -> list[Op]:
         """out = source + h F'^T source."""
         raise NotImplementedError
 
-    def one_gradient(self, layer: int, u: int, d: int, h: float) -> Op:
+    def one_gradient(self, layer: int, u: int, d: int, h: float) -> list[Op]:
         """Gradients of one layer from what its latest pull has kept."""
         raise NotImplementedError
 
@@ -65,28 +66,24 @@ class LayerwiseWorkspace:
         """A new array of `count` payloads."""
         return self.like.new_zeros(count, *self.payload)
 
-    def evaluate(self, layer: Index, u: Index, z: Index) -> Op:
+    def evaluate(self, layer: Index, u: Index, z: Index) -> list[Op]:
         """z = F(u)."""
-        return in_turn([self.one_evaluate(*each) for each in zip(*map(places, (layer, u, z)), strict=True)])
+        slots = zip(places(layer), places(u), places(z), strict=True)
+        return [op for each in slots for op in self.one_evaluate(*each)]
 
-    def advance(self, u: Index, z: Index, h: float, out: Tensor, minus: Tensor | None, plus: Tensor | None) -> Op:
+    def advance(self, u: Index, z: Index, h: float, out: Tensor, minus: Tensor | None, plus: Tensor | None) -> list[Op]:
         """out = (u + h z) [- minus] [+ plus], in this order."""
         ops: list[Op] = []
         rows = side_by_side(u, out, minus, plus)
         for slot, kept, (o, m, p) in zip(places(u), places(z), rows, strict=True):
             to = o if m is None or p is None else torch.empty_like(o)
-            ops.append(corrected(self._advance(self.u[slot], kept, h, to), to, m, p, o))
-        return in_turn(ops)
+            ops += [partial(self._advance, self.u[slot], kept, h, to), *corrected(to, m, p, o)]
+        return ops
 
-    def _advance(self, state: Tensor, z: int, h: float, out: Tensor) -> Op:
-        values = self.z
-
-        def run() -> None:
-            value = values[z]
-            assert value is not None
-            torch.add(state, value, alpha=h, out=out)
-
-        return run
+    def _advance(self, state: Tensor, z: int, h: float, out: Tensor) -> None:
+        value = self.z[z]
+        assert value is not None
+        torch.add(state, value, alpha=h, out=out)
 
     def pull(
         self,
@@ -98,19 +95,19 @@ class LayerwiseWorkspace:
         out: Tensor,
         minus: Tensor | None,
         plus: Tensor | None,
-    ) -> Op:
+    ) -> list[Op]:
         """out = (source + h F'^T source) [- minus] [+ plus]; keeps in d what the gradient needs."""
         ops: list[Op] = []
         rows = side_by_side(layer, source, out, minus, plus)
         for a, b, c, (s, o, m, p) in zip(places(layer), places(z), places(d), rows, strict=True):
             to = o if m is None or p is None else torch.empty_like(o)
-            ops.append(corrected(self.one_pull(a, b, c, s, h, to), to, m, p, o))
-        return in_turn(ops)
+            ops += [*self.one_pull(a, b, c, s, h, to), *corrected(to, m, p, o)]
+        return ops
 
-    def gradient(self, layers: slice, u: slice, d: slice, h: float) -> Op:
+    def gradient(self, layers: slice, u: slice, d: slice, h: float) -> list[Op]:
         """Gradients of a run of layers."""
         slots = zip(places(layers), places(u), places(d), strict=True)
-        return in_turn([self.one_gradient(layer, state, kept, h) for layer, state, kept in slots])
+        return [op for layer, state, kept in slots for op in self.one_gradient(layer, state, kept, h)]
 
 
 def places(index: Index) -> list[int]:
@@ -124,15 +121,3 @@ def side_by_side(index: Index, *arrays: Tensor | None) -> list[Any]:
         return [arrays]
     number = len(places(index))
     return list(zip(*([None] * number if a is None else a.unbind(0) for a in arrays), strict=True))
-
-
-def in_turn(ops: list[Op]) -> Op:
-    """Several operations as one."""
-    if len(ops) == 1:
-        return ops[0]
-
-    def run() -> None:
-        for op in ops:
-            op()
-
-    return run

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lpnet.errors import UsageError
+from lpnet.nn.module_step import ModuleStep
 from lpnet.nn.steps import Step
 from lpnet.parallel.comm import as_comm
 from lpnet.parallel.partition import Partition, uniform
@@ -22,12 +24,12 @@ class LayerStack(torch.nn.Module):
     they do not depend on the number of ranks.
 
     Args:
-        step: the layer.
+        step: the layer; or a function without arguments that makes the torch module F of one layer.
         num_layers: N.
         final_time: T.
         comm: an mpi4py communicator or lpnet Comm; None: one rank.
         seed: seed of the initial parameters.
-        dtype: precision of parameters and states.
+        dtype: precision of parameters and states; bfloat16: float32 parameters and states, F in bfloat16.
         partition: who owns which layers; uniform by default.
 
     Raises:
@@ -36,7 +38,7 @@ class LayerStack(torch.nn.Module):
 
     def __init__(
         self,
-        step: Step,
+        step: Step | Callable[[], torch.nn.Module],
         *,
         num_layers: int,
         final_time: float = 1.0,
@@ -56,15 +58,20 @@ class LayerStack(torch.nn.Module):
                 f"the stack has {num_layers} layers and {size} ranks"
             )
         self.comm = as_comm(comm)
-        self.step = step
+        self.step: Step = ModuleStep(step) if callable(step) else step
+        self.compute = dtype
         self.num_layers = num_layers
         self.h = final_time / num_layers
         self.low, self.high = self.partition.block(self.comm.rank)
-        rows = [step.initial(generator_for(seed, "stack", layer=layer)) for layer in range(self.low, self.high)]
+        kept = torch.float32 if dtype == torch.bfloat16 else dtype
+        rows = [self.step.initial(generator_for(seed, "stack", layer=layer)) for layer in range(self.low, self.high)]
         for name in rows[0]:
-            stacked = torch.stack([row[name] for row in rows]).to(dtype)
+            stacked = torch.stack([row[name] for row in rows]).to(kept)
             self.register_parameter(name, torch.nn.Parameter(stacked))
-        self.engine = step.engine(dict(self._parameters))  # type: ignore[arg-type]
+        self._make_engine()
+
+    def _make_engine(self) -> None:
+        self.engine = self.step.engine(dict(self._parameters), self.compute)  # type: ignore[arg-type]
 
     @property
     def local_layers(self) -> int:
@@ -87,12 +94,13 @@ class LayerStack(torch.nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Move or convert the parameters (net.double(), net.to(...)); the fused weights follow."""
         result = super()._apply(fn, recurse)
-        self.engine = self.step.engine(dict(self._parameters))  # type: ignore[arg-type]
+        self.compute = self.dtype if self.compute != torch.bfloat16 else self.compute
+        self._make_engine()
         return result
 
     def shards(self, prefix: str = "stack") -> list[Shard]:
         """The local parameters with their global names and rows. No communication."""
         return [
-            Shard(f"{prefix}.{name}", parameter, (self.low, self.high), self.num_layers)
+            Shard(f"{prefix}.{name.replace('/', '.')}", parameter, (self.low, self.high), self.num_layers)
             for name, parameter in self.named_parameters()
         ]

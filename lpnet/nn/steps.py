@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, Protocol
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 from lpnet.config import Activation
 from lpnet.errors import UsageError
 from lpnet.nn.activations import FUNCTIONS, activate_, pull
-from lpnet.nn.kernels import Op, product
+from lpnet.nn.kernels import Op, add, product
 
 Index = int | slice
 
@@ -41,10 +42,10 @@ class Workspace(Protocol):
     def rows(self, count: int) -> Tensor:
         """A new array of `count` payloads."""
 
-    def evaluate(self, layer: Index, u: Index, z: Index) -> Op:
+    def evaluate(self, layer: Index, u: Index, z: Index) -> list[Op]:
         """z = F(u)."""
 
-    def advance(self, u: Index, z: Index, h: float, out: Tensor, minus: Tensor | None, plus: Tensor | None) -> Op:
+    def advance(self, u: Index, z: Index, h: float, out: Tensor, minus: Tensor | None, plus: Tensor | None) -> list[Op]:
         """out = (u + h z) [- minus] [+ plus], in this order."""
 
     def pull(
@@ -57,10 +58,10 @@ class Workspace(Protocol):
         out: Tensor,
         minus: Tensor | None,
         plus: Tensor | None,
-    ) -> Op:
+    ) -> list[Op]:
         """out = (source + h F'^T source) [- minus] [+ plus]; keeps in d what the gradient needs."""
 
-    def gradient(self, layers: slice, u: slice, d: slice, h: float) -> Op:
+    def gradient(self, layers: slice, u: slice, d: slice, h: float) -> list[Op]:
         """Gradients of a run of layers."""
 
     def pack(self, u: Tensor, out: Tensor) -> None:
@@ -98,8 +99,8 @@ class Step(Protocol):
     def initial(self, generator: torch.Generator) -> dict[str, Tensor]:
         """Initial parameters of one layer."""
 
-    def engine(self, parameters: dict[str, Tensor]) -> Engine:
-        """Engine of a block of layers, from stacked parameters."""
+    def engine(self, parameters: dict[str, Tensor], compute: torch.dtype | None = None) -> Engine:
+        """Engine of a block of layers, from stacked parameters; F is computed in precision `compute`."""
 
     def serial_layer(self, parameters: dict[str, Tensor], h: float) -> torch.nn.Module:
         """One layer as an ordinary torch module."""
@@ -152,9 +153,9 @@ class DenseStep:
                 f"the opening makes a state of shape {tuple(shape)}; the stack needs (batch, {self.width})"
             )
 
-    def engine(self, parameters: dict[str, Tensor]) -> DenseEngine:
-        """The fused weights of a block of layers."""
-        return DenseEngine(self, parameters["weight"], parameters["bias"])
+    def engine(self, parameters: dict[str, Tensor], compute: torch.dtype | None = None) -> DenseEngine:
+        """The fused weights of a block of layers, in the precision of the products."""
+        return DenseEngine(self, parameters["weight"], parameters["bias"], compute or parameters["weight"].dtype)
 
     def serial_layer(self, parameters: dict[str, Tensor], h: float) -> torch.nn.Module:
         """One layer as an ordinary torch module with parameters of its own."""
@@ -183,13 +184,15 @@ class DenseEngine:
         step: the layer.
         weight: (local layers, width, width).
         bias: (local layers, width) or (local layers, 1).
+        compute: precision of the products W u; states and parameters keep theirs.
     """
 
-    def __init__(self, step: DenseStep, weight: Tensor, bias: Tensor) -> None:
+    def __init__(self, step: DenseStep, weight: Tensor, bias: Tensor, compute: torch.dtype) -> None:
         self.step = step
         self.weight, self.bias = weight, bias
-        self.fused = torch.empty(weight.shape[0], step.width, step.width + 1, dtype=weight.dtype, device=weight.device)
-        self.fused_gradient = torch.empty_like(self.fused)
+        layers, width = weight.shape[0], step.width
+        self.fused = torch.empty(layers, width, width + 1, dtype=compute, device=weight.device)
+        self.fused_gradient = torch.empty_like(self.fused, dtype=weight.dtype)
 
     def refresh(self) -> tuple[int, ...]:
         """Copy the parameters into the fused weights; the stamp tells whether they change before a backward.
@@ -222,7 +225,7 @@ class DenseWorkspace:
     """States (slots, width + 1, batch) and what is kept of the layers: values F and their adjoints."""
 
     def __init__(self, engine: DenseEngine, batch: int, state_slots: int, layer_slots: int) -> None:
-        like = engine.fused
+        like = engine.weight.detach()
         self.engine, self.batch, self.width = engine, batch, engine.step.width
         self.u = torch.zeros(state_slots, self.width + 1, batch, dtype=like.dtype, device=like.device)
         self.u[:, -1] = 1
@@ -264,23 +267,19 @@ class DenseWorkspace:
             self._scratch[key] = like.new_empty(like.numel())
         return self._scratch[key].view(like.shape)
 
-    def evaluate(self, layer: Index, u: Index, z: Index) -> Op:
+    def evaluate(self, layer: Index, u: Index, z: Index) -> list[Op]:
         """z = sigma(W u + b)."""
-        weight, state, out = self.engine.fused[layer], self.u[u], self.z[z]
-        affine = product(weight, state, out)
-        activate = activate_(self.engine.step.activation, out, self.scratch("activation", out))
+        out = self.z[z]
+        scratch = self.scratch("activation", out) if self.engine.step.activation == "smooth_relu" else out
+        return [
+            *product(self.engine.fused[layer], self.u[u], out),
+            *activate_(self.engine.step.activation, out, scratch),
+        ]
 
-        def run() -> None:
-            affine()
-            activate()
-
-        return run
-
-    def advance(self, u: Index, z: Index, h: float, out: Tensor, minus: Tensor | None, plus: Tensor | None) -> Op:
+    def advance(self, u: Index, z: Index, h: float, out: Tensor, minus: Tensor | None, plus: Tensor | None) -> list[Op]:
         """out = (u + h z) [- minus] [+ plus], in this order."""
-        state, value = self.state(u), self.z[z]
         to = out if minus is None or plus is None else self.scratch("advance", out)
-        return corrected(lambda: torch.add(state, value, alpha=h, out=to), to, minus, plus, out)
+        return [*add(self.state(u), self.z[z], h, to), *corrected(to, minus, plus, out)]
 
     def pull(
         self,
@@ -292,31 +291,21 @@ class DenseWorkspace:
         out: Tensor,
         minus: Tensor | None,
         plus: Tensor | None,
-    ) -> Op:
+    ) -> list[Op]:
         """out = (source + h W^T (sigma' source)) [- minus] [+ plus], in this order."""
-        weight = self.engine.fused[layer][..., :-1].transpose(-1, -2)
-        inner = self.d[d]
-        scale = pull(self.engine.step.activation, source, self.z[z], inner)
+        weight, inner = self.engine.fused[layer][..., :-1].transpose(-1, -2), self.d[d]
         to = out if minus is None or plus is None else self.scratch("advance", out)
-        transposed = product(weight, inner, to)
+        return [
+            *pull(self.engine.step.activation, source, self.z[z], inner),
+            *product(weight, inner, to),
+            *add(source, to, h, to),
+            *corrected(to, minus, plus, out),
+        ]
 
-        def run() -> None:
-            scale()
-            transposed()
-            torch.add(source, to, alpha=h, out=to)
-
-        return corrected(run, to, minus, plus, out)
-
-    def gradient(self, layers: slice, u: slice, d: slice, h: float) -> Op:
+    def gradient(self, layers: slice, u: slice, d: slice, h: float) -> list[Op]:
         """Fused gradient of a run of layers: h (sigma' lambda) u^T, summed over the batch."""
         out = self.engine.fused_gradient[layers]
-        outer = product(self.d[d], self.u[u].transpose(1, 2), out)
-
-        def run() -> None:
-            outer()
-            out.mul_(h)
-
-        return run
+        return [*product(self.d[d], self.u[u].transpose(1, 2), out), partial(out.mul_, h)]
 
     def pack(self, u: Tensor, out: Tensor) -> None:
         """Write a state (batch, width) into a payload."""
@@ -327,20 +316,12 @@ class DenseWorkspace:
         return payload.transpose(-1, -2).contiguous()
 
 
-def corrected(step: Op, result: Tensor, minus: Tensor | None, plus: Tensor | None, out: Tensor) -> Op:
-    """out = plus + (result - minus): the parareal form, in which an exact guess is a bitwise fixed point."""
+def corrected(result: Tensor, minus: Tensor | None, plus: Tensor | None, out: Tensor) -> list[Op]:
+    """out = plus + (result - minus): the parareal form, in which an exact guess is a bitwise fixed point.
+
+    Without `plus`, `result` is `out` already.
+    """
     if minus is None:
-        return step
-    if plus is None:
-
-        def run() -> None:
-            step()
-            result.sub_(minus)
-    else:
-
-        def run() -> None:
-            step()
-            result.sub_(minus)
-            torch.add(plus, result, out=out)
-
-    return run
+        return []
+    subtract = partial(result.sub_, minus)
+    return [subtract] if plus is None else [subtract, partial(torch.add, plus, result, out=out)]

@@ -54,6 +54,10 @@ class Comm:
     def __repr__(self) -> str:
         return f"Comm(rank={self.rank}, size={self.size})"
 
+    def __deepcopy__(self, memo: object) -> Comm:
+        """The same ranks: copying a network duplicates no communicator."""
+        return self
+
     @property
     def mpi(self) -> Any:
         """The mpi4py communicator; None on one rank without MPI."""
