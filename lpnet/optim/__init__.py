@@ -1,0 +1,1 @@
+"""Optimisers on distributed parameters: L-BFGS, torch.optim, clipping, regularisation."""

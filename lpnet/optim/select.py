@@ -1,0 +1,98 @@
+"""The optimiser a configuration names, and its state as shards that any number of ranks can load.
+
+Any torch.optim works on the local tensors as it is: its updates are elementwise, so that a stacked parameter is
+updated the same way however its rows are shared. No communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from lpnet.config import OptimConfig
+from lpnet.errors import CheckpointError, ConfigError
+from lpnet.optim.rows import trainable
+from lpnet.parallel.shard import Shard
+
+
+def torch_optimizer(config: OptimConfig, shards: Sequence[Shard]) -> torch.optim.Optimizer:
+    """The optimiser of torch.optim that `config` names, on the local parameters. No communication.
+
+    Raises:
+        ConfigError: lbfgs, which is no optimiser of torch.optim here (see `lpnet.optim.lbfgs`).
+    """
+    parameters = [shard.tensor for shard in trainable(shards)]
+    decay = config.weight_decay
+    if config.name == "sgd":
+        return torch.optim.SGD(parameters, lr=config.lr, momentum=config.momentum, weight_decay=decay)
+    if config.name == "adam":
+        return torch.optim.Adam(parameters, lr=config.lr, weight_decay=decay)
+    if config.name == "adamw":
+        return torch.optim.AdamW(parameters, lr=config.lr, weight_decay=decay)
+    if config.name == "rmsprop":
+        return torch.optim.RMSprop(parameters, lr=config.lr, momentum=config.momentum, weight_decay=decay)
+    if config.name == "adagrad":
+        return torch.optim.Adagrad(parameters, lr=config.lr, weight_decay=decay)
+    raise ConfigError(f"optim.name {config.name} is not one of torch.optim; use sgd, adam, adamw, rmsprop or adagrad")
+
+
+def optimizer_shards(optimizer: torch.optim.Optimizer, shards: Sequence[Shard], *, rank: int) -> list[Shard]:
+    """An optimiser's slots: "<parameter>/<slot>", stacked like the parameter; numbers such as the step count whole.
+
+    No communication.
+
+    Args:
+        optimizer: on the local parameters.
+        shards: those parameters.
+        rank: this rank; a stacked parameter's numbers, the same on all ranks, are handed in by rank 0.
+    """
+    out = []
+    for shard in shards:
+        for slot, value in sorted(optimizer.state.get(shard.tensor, {}).items()):
+            name = f"{shard.name}/{slot}"
+            if torch.is_tensor(value) and value.shape == shard.tensor.shape:
+                out.append(Shard(name, value.detach(), shard.rows, shard.layers))
+            elif value is not None and (shard.rows is None or rank == 0):
+                out.append(Shard(name, torch.as_tensor(value).detach()))
+    return out
+
+
+def load_optimizer(
+    optimizer: torch.optim.Optimizer,
+    shards: Sequence[Shard],
+    names: Sequence[str],
+    read: Callable[[Shard], torch.Tensor],
+) -> None:
+    """Take slots over from a checkpoint of any number of ranks. Communicates as `read` does.
+
+    Args:
+        optimizer: on the local parameters; its state is replaced.
+        shards: those parameters.
+        names: "<parameter>/<slot>" of all entries in the checkpoint.
+        read: given a shard (name, a tensor of the wanted shape and type, rows), returns its values; every rank asks
+            for the numbers of a stacked parameter.
+
+    Raises:
+        CheckpointError: an entry belongs to no parameter of the optimiser's groups.
+    """
+    owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    state: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+    for shard in trainable(shards):
+        if id(shard.tensor) not in owned:
+            raise CheckpointError(f"the optimiser has no parameter {shard.name}; give it net.parameters()")
+        slots = {}
+        for name in sorted(names):
+            parameter, _, slot = name.rpartition("/")
+            if parameter != shard.name:
+                continue
+            if slot == "step":
+                slots[slot] = read(Shard(name, torch.zeros((), dtype=torch.float32)))
+            else:
+                slots[slot] = read(
+                    Shard(name, torch.empty_like(shard.tensor, requires_grad=False), shard.rows, shard.layers)
+                )
+        if slots:
+            state[shard.tensor] = slots
+    optimizer.state.clear()
+    optimizer.state.update(state)

@@ -1,0 +1,109 @@
+"""Accuracy and predictions, always by exact propagation: inexact multigrid states never count."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from lpnet.config import MGRIT, Config
+from lpnet.data.samples import load as load_data
+from lpnet.errors import CheckpointError
+from lpnet.mgrit.network import build_network
+from lpnet.nn.models import DTYPES
+from lpnet.parallel.comm import Comm
+from lpnet.train.saving import config_of, load_model, open_checkpoint
+
+if TYPE_CHECKING:
+    from lpnet.data.samples import Data, Samples
+    from lpnet.mgrit.layer_parallel import LayerParallel
+
+CHUNK = 8192  # samples propagated at once
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Accuracies in per cent and mean cross-entropies, the same on every rank."""
+
+    train_accuracy: float
+    val_accuracy: float
+    train_loss: float
+    val_loss: float
+
+
+def score(net: LayerParallel, data: Data) -> Scores:
+    """How well a network does on all samples. Collective over net.comm, one reduction."""
+    sums = np.zeros(4)
+    for k, samples in enumerate((data.train, data.validation)):
+        sums[k], sums[2 + k] = _sums(net, samples)
+    correct_train, correct_val, loss_train, loss_val = net.comm.sum(sums)
+    n, m = len(data.train), len(data.validation)
+    return Scores(100 * correct_train / n, 100 * correct_val / m, loss_train / n, loss_val / m)
+
+
+def _sums(net: LayerParallel, samples: Samples) -> tuple[float, float]:
+    """Correct samples and summed loss on the last rank, zeros elsewhere. Neighbour messages only."""
+    correct, loss = 0.0, 0.0
+    for x, y in zip(samples.x.split(CHUNK), samples.y.split(CHUNK), strict=True):
+        logits = net.exact_logits(x)
+        if logits is not None:
+            correct += int((logits.argmax(1) == y).sum())
+            loss += float(
+                torch.nn.functional.cross_entropy(
+                    logits.float() if logits.dtype == torch.bfloat16 else logits, y, reduction="sum"
+                )
+            )
+    return correct, loss
+
+
+def predict(net: LayerParallel, x: torch.Tensor) -> np.ndarray:
+    """Predicted classes (samples,) on every rank. Collective over net.comm."""
+    parts = [net.exact_logits(part) for part in x.split(CHUNK)]
+    classes = torch.empty(len(x), dtype=torch.int64)
+    if net.is_last:
+        classes.copy_(torch.cat([part for part in parts if part is not None]).argmax(1))
+    return net.comm.broadcast(classes, net.comm.size - 1).numpy()
+
+
+def evaluate(path: str | Path, comm: Comm, *, data_root: str | None = None) -> int:
+    """Print the accuracy of a checkpoint, or of the newest one of a run folder; returns 0. Collective over comm.
+
+    Args:
+        path: checkpoint file or run folder.
+        comm: ranks; any number up to the number of layers.
+        data_root: folder of the data files, where it is not the one of the run.
+
+    Raises:
+        CheckpointError: missing, damaged, or without the configuration of a run.
+        DataError: the data files cannot be read.
+    """
+    with open_checkpoint(path, comm) as checkpoint:
+        config = config_of(checkpoint)
+        if config is None:
+            raise CheckpointError(
+                f"{checkpoint.path} holds no configuration, so its data are not known; give one that lpnet train wrote"
+            )
+        config = exact(config, data_root)
+        data = comm.together(lambda: load_data(config.data, config.seed, DTYPES[config.model.dtype]))
+        net = build_network(config, data, comm)
+        load_model(checkpoint, net)
+        scores = score(net, data)
+        if comm.rank == 0:
+            print(f"{checkpoint.path}: step {checkpoint.step}")
+            for name, samples, accuracy, loss in (
+                ("training", data.train, scores.train_accuracy, scores.train_loss),
+                ("validation", data.validation, scores.val_accuracy, scores.val_loss),
+            ):
+                print(f"{name:10}  {len(samples):6d} samples  accuracy {accuracy:6.2f} %  loss {loss:.6f}")
+    return 0
+
+
+def exact(config: Config, data_root: str | None = None) -> Config:
+    """A run's configuration for evaluation on any number of ranks: one level. No communication."""
+    data = config.data if data_root is None else replace(config.data, root=data_root)
+    model = replace(config.model, initial_parameters=None)
+    parallel = replace(config.parallel, partition="uniform")
+    return replace(config, method="mgrit", mgrit=MGRIT(levels=1), model=model, data=data, parallel=parallel)

@@ -1,0 +1,248 @@
+"""The loop around the steps: data, network, resume, evaluation, checkpoints, metrics, pictures.
+
+for step in steps:   [evaluate exactly]  ->  strategy.step  ->  metrics row  ->  [checkpoint]
+at the end:          evaluate exactly, last row, checkpoint, pictures, trace
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+from typing import Any
+
+from lpnet.config import Config
+from lpnet.configfile import to_yaml
+from lpnet.data.batches import Batch, BatchOrder
+from lpnet.data.samples import Samples
+from lpnet.data.samples import load as load_data
+from lpnet.errors import ConfigError, UsageError
+from lpnet.io import environment, trace
+from lpnet.io import log as run_log
+from lpnet.io.metrics import MetricsWriter
+from lpnet.io.plots import require_matplotlib
+from lpnet.mgrit.network import build_network
+from lpnet.nn.models import DTYPES
+from lpnet.parallel.comm import Comm
+from lpnet.train.evaluation import Scores, evaluate, score
+from lpnet.train.pictures import draw
+from lpnet.train.progress import Progress
+from lpnet.train.run_folder import RunFolder
+from lpnet.train.saving import load, save
+from lpnet.train.strategies import StepReport, make_strategy
+
+__all__ = ["EXIT_STOPPED", "Trainer", "evaluate", "train"]
+
+EXIT_STOPPED = 75
+"""Exit code of a run that stopped early with a checkpoint."""
+
+log = logging.getLogger("lpnet.train")
+
+
+def train(config: Config, comm: Comm) -> int:
+    """Train as a configuration says and leave a run folder. Collective over comm.
+
+    Returns:
+        Exit code: 0 done, 75 stopped early with a checkpoint.
+
+    Raises:
+        UsageError: on every rank, before any message of the training: a configuration that cannot run, data or a
+            checkpoint that cannot be read, a run folder that already holds a run.
+        NumericsError: on every rank; loss or gradient is not finite.
+    """
+    check(config, comm)
+    folder = RunFolder.open(config, comm)
+    run_log.setup(comm.rank, comm.size, folder=folder.path, level=config.run.log_level)
+    if config.run.trace:
+        trace.start(comm)
+    try:
+        code = Trainer(config, comm, folder).run()
+        if config.run.trace:
+            trace.stop()
+            trace.write(folder.path / "trace.json", comm)
+        return code
+    finally:
+        trace.stop()
+        run_log.close()
+
+
+def check(config: Config, comm: Comm) -> None:
+    """What cannot run is refused before anything is written. No communication.
+
+    Raises:
+        UsageError: on every rank.
+    """
+    if config.method == "serial" and comm.size > 1:
+        raise UsageError(
+            f"method serial runs on one rank, and there are {comm.size}; use --method mgrit --mgrit.levels 1 for exact "
+            "propagation over several ranks, or start it without mpirun"
+        )
+    if config.run.plots:
+        require_matplotlib()
+
+
+class Trainer:
+    """One run.
+
+    Collective over comm when made (data, network, resume).
+
+    Args:
+        config: the run.
+        comm: ranks.
+        folder: where to write, and the checkpoint to go on from.
+    """
+
+    def __init__(self, config: Config, comm: Comm, folder: RunFolder) -> None:
+        self.config, self.comm, self.folder = config, comm, folder
+        self.data = comm.together(lambda: load_data(config.data, config.seed, DTYPES[config.model.dtype]))
+        self.order = BatchOrder(
+            len(self.data.train), config.data.batch_size, config.seed, "fixed" if keeps_states(config) else "reshuffled"
+        )
+        if config.optim.name == "lbfgs" and not self.order.full:
+            raise ConfigError(
+                f"optim.name lbfgs needs the full batch of {len(self.data.train)} samples, and data.batch_size is "
+                f"{config.data.batch_size}; set data.batch_size null, or use adam or sgd"
+            )
+        self.net = build_network(config, self.data, comm)
+        self.strategy = make_strategy(self.net, config.optim)
+        self.step = 0
+        if folder.checkpoint is not None:
+            loaded = load(folder.checkpoint.path, self.net, self.strategy)
+            folder.checkpoint.close()
+            self.step = self.strategy.steps = loaded.step
+            self._say("going on from %s at step %d", folder.checkpoint.path, self.step)
+            if loaded.config is not None and not same_batches(loaded.config, config):
+                self.net.forget()
+                log.warning("data or seed differ from those of the checkpoint: its kept states are not used")
+        self._saved_at = self.step if folder.checkpoint is not None else -1
+        environment.write(folder.path, comm)
+        comm.together(lambda: folder.write_config(config) if comm.rank == 0 else None)
+
+    def run(self) -> int:
+        """Train to run.steps, or until the optimiser is done or a stop is asked for. Collective over comm.
+
+        Returns:
+            Exit code.
+        """
+        run, comm = self.config.run, self.comm
+        parameters = sum(shard.tensor.numel() for shard in self.net.shards())
+        self._say(
+            "%d training and %d validation samples, %d layers on %d rank(s), %d parameters on this one, in %s",
+            len(self.data.train),
+            len(self.data.validation),
+            self.net.partition.layers,
+            comm.size,
+            parameters,
+            self.folder.path,
+        )
+        began, stopped = time.perf_counter(), False
+        before = self.folder.row_at(self.step) if comm.rank == 0 else {}
+        resume_at = self.step if self.folder.checkpoint is not None or self.folder.metrics.exists() else None
+        with (
+            MetricsWriter(self.folder.metrics, rank=comm.rank, resume_at=resume_at) as metrics,
+            Progress(run.steps, self.step, rank=comm.rank) as progress,
+        ):
+            while self.step < run.steps and not stopped:
+                scores = self._score() if run.eval_every and self.step % run.eval_every == 0 else None
+                with trace.span("step", step=self.step):
+                    report = self.strategy.step(*self._batch(self.order.at(self.step)))
+                if report.finished is not None:
+                    self._say("stopped at step %d: %s", self.step, report.finished)
+                    break
+                metrics.write(completed(row(self.step, report, scores), before))
+                progress.update(self.step, report, scores)
+                self.step += 1
+                stopped = report.stop
+                if stopped or run.checkpoint_every and self.step % run.checkpoint_every == 0 and self.step < run.steps:
+                    self._save()
+            scores = self._score()
+            metrics.write(row(self.step, self.strategy.current, scores))
+        if self._saved_at != self.step:
+            self._save()
+        self._say(
+            "step %d: training accuracy %.2f %%, validation accuracy %.2f %%, validation loss %.4f, %.1f s",
+            self.step,
+            scores.train_accuracy,
+            scores.val_accuracy,
+            scores.val_loss,
+            time.perf_counter() - began,
+        )
+        if run.plots and not stopped:
+            with trace.span("pictures"):
+                draw(
+                    self.folder,
+                    self.net,
+                    self.data,
+                    title=f"{self.config.data.name}, {self.config.method}, step {self.step}",
+                )
+        self._say("%s in %s", "stopped early" if stopped else "done", self.folder.path)
+        return EXIT_STOPPED if stopped else 0
+
+    def _batch(self, batch: Batch) -> tuple[Samples, int | None]:
+        return (self.data.train if self.order.full else self.data.train.take(batch.indices)), batch.id
+
+    def _score(self) -> Scores:
+        with trace.span("evaluate", step=self.step):
+            return score(self.net, self.data)
+
+    def _save(self) -> None:
+        epoch, position = divmod(self.step, self.order.batches)
+        attributes = {
+            "method": self.config.method,
+            "seed": self.config.seed,
+            "position_in_epoch": position,
+            "config": to_yaml(self.config),
+        }
+        with trace.span("save", step=self.step):
+            path = save(
+                self.folder.checkpoints,
+                self.net,
+                self.strategy,
+                step=self.step,
+                epoch=epoch,
+                keep=self.config.run.keep,
+                attributes=attributes,
+            )
+        self._saved_at = self.step
+        self._say("saved %s", path)
+
+    def _say(self, message: str, *values: Any) -> None:
+        if self.comm.rank == 0:
+            log.info(message, *values)
+
+
+def same_batches(one: Config, two: Config) -> bool:
+    """Whether two runs see the same samples in the same batches. No communication."""
+    return one.seed == two.seed and replace(one.data, root=None) == replace(two.data, root=None)
+
+
+def keeps_states(config: Config) -> bool:
+    """Whether solves of fixed iterations start from states kept per batch, so that batches keep their members."""
+    mgrit = config.mgrit
+    fixed = mgrit.forward_iterations is not None or mgrit.adjoint_iterations is not None
+    kept = mgrit.initial_guess == "kept" and not mgrit.skip_first_down
+    return config.method == "mgrit" and mgrit.levels > 1 and fixed and kept
+
+
+def completed(new: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    """A row with the residuals of the solve that gave its objective, where a run before made that solve."""
+    if new["objective"] is None or any(new[key] != before.get(key) for key in ("step", "objective", "grad_norm")):
+        return new
+    return {key: before.get(key) if value is None and "residuals" in key else value for key, value in new.items()}
+
+
+def row(step: int, report: StepReport | None, scores: Scores | None) -> dict[str, Any]:
+    """One row of metrics.jsonl; None where something was not measured at this step. No communication."""
+    forward, adjoint = (report.forward, report.adjoint) if report is not None else (None, None)
+    return {
+        "step": step,
+        "objective": report.objective if report is not None else None,
+        "loss": report.loss if report is not None else None,
+        "grad_norm": report.grad_norm if report is not None else None,
+        "step_size": report.step_size if report is not None else None,
+        "train_accuracy": scores.train_accuracy if scores is not None else None,
+        "val_accuracy": scores.val_accuracy if scores is not None else None,
+        "forward_residuals": list(forward.residuals) if forward is not None and forward.residuals else None,
+        "adjoint_residuals": list(adjoint.residuals) if adjoint is not None and adjoint.residuals else None,
+        "seconds": report.seconds if report is not None else None,
+    }
