@@ -1,0 +1,56 @@
+"""Deep residual networks trained across their layers: the public names and nothing else.
+
+A name is imported when it is first used, so that `import lpnet` needs neither torch nor MPI and starts nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lpnet import nn
+    from lpnet.config import MGRIT
+    from lpnet.errors import LpnetError, UsageError
+    from lpnet.mgrit.layer_parallel import LayerParallel
+    from lpnet.mgrit.serial import gather_state_dict
+    from lpnet.nn.stack import LayerStack
+    from lpnet.train.saving import load, save
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "MGRIT": "lpnet.config",
+    "LayerParallel": "lpnet.mgrit.layer_parallel",
+    "LayerStack": "lpnet.nn.stack",
+    "LpnetError": "lpnet.errors",
+    "UsageError": "lpnet.errors",
+    "gather_state_dict": "lpnet.mgrit.serial",
+    "load": "lpnet.train.saving",
+    "save": "lpnet.train.saving",
+}
+_MODULES = ("nn",)
+
+__all__ = [
+    "MGRIT",
+    "LayerParallel",
+    "LayerStack",
+    "LpnetError",
+    "UsageError",
+    "gather_state_dict",
+    "load",
+    "nn",
+    "save",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"lpnet.{name}")
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'lpnet' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

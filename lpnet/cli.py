@@ -1,0 +1,269 @@
+"""The command line: train, eval, plan, show, export, info.
+
+The configuration is parsed, and its mistakes are reported, before torch is imported and before MPI starts; one rank
+without a launcher never starts MPI. The only library module that names COMM_WORLD. Exit codes: 0 done, 1 failure,
+2 usage or configuration, 75 stopped early with a checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from lpnet.errors import LpnetError, UsageError
+from lpnet.io import log
+from lpnet.parallel import launch
+
+if TYPE_CHECKING:
+    from lpnet.config import ParallelConfig
+    from lpnet.parallel.comm import Comm
+
+_CONFIG_USAGE = """\
+usage: lpnet {command} [CFG.yaml] {usage}[--KEY VALUE ...]
+
+{summary}
+Flags win over the file. {more}
+"""
+
+
+@dataclass
+class _Job:
+    """This process among the ranks of the job; `abort` once MPI runs with several ranks."""
+
+    launcher: launch.Launcher
+    rank: int
+    size: int
+    abort: Callable[[int], Any] | None = None
+
+    def start(self, parallel: ParallelConfig) -> Comm:
+        """Start MPI where there are several ranks, and set malloc and threads. Collective over COMM_WORLD."""
+        if parallel.malloc:  # before torch allocates
+            launch.raise_malloc_thresholds(rank=self.rank)
+        world = self._world() if self.launcher.several else None
+        from lpnet.parallel.comm import Comm
+
+        comm = Comm(world)
+        plan = launch.plan_threads(comm, parallel.threads)
+        launch.set_threads(plan, rank=comm.rank, size=comm.size)
+        return comm
+
+    def _world(self) -> Any:
+        try:
+            from mpi4py import MPI
+        except (ImportError, RuntimeError) as error:  # RuntimeError: the wheel finds no MPI library
+            raise UsageError(
+                f"{self.launcher.name} started {self.launcher.size or 'several'} ranks ({self.launcher.variable}), but "
+                f"mpi4py cannot be loaded ({error}); install mpi4py and an MPI library, or run without a launcher"
+            ) from error
+        world = MPI.COMM_WORLD
+        launch.check_launcher(self.launcher, world.size, MPI.Get_library_version())
+        self.rank, self.size = world.rank, world.size
+        if world.size > 1:
+            self.abort = world.Abort
+            launch.install_abort_hook(world.Abort, rank=world.rank, size=world.size)
+        return world
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse whose errors are ours."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{self.prog}: {message}; see {self.prog} --help")
+
+
+def _parser(command: Callable[..., int]) -> _Parser:
+    name = command.__name__.lstrip("_")
+    return _Parser(prog=f"lpnet {name}", description=command.__doc__, allow_abbrev=False)
+
+
+def _wants_help(arguments: Sequence[str]) -> bool:
+    return "-h" in arguments or "--help" in arguments
+
+
+def _print_config_help(command: Callable[..., int], usage: str = "", more: str = "") -> None:
+    from lpnet.configkeys import help_text
+
+    name = command.__name__.lstrip("_")
+    print(_CONFIG_USAGE.format(command=name, usage=usage, summary=command.__doc__, more=more) + help_text(), end="")
+
+
+def _start_log(job: _Job, level: str, warnings: Sequence[str]) -> None:
+    log.setup(job.rank, job.size, level=level)
+    if job.rank == 0:
+        for warning in warnings:
+            logging.getLogger(log.NAME).warning(warning)
+
+
+# commands; the docstring of each is its help
+
+
+def _train(arguments: Sequence[str], job: _Job) -> int:
+    """Train a network and leave a run folder."""
+    if _wants_help(arguments):
+        _print_config_help(_train, more="--resume is short for --run.resume. Under mpirun or srun all ranks work.")
+        return 0
+    from lpnet.configfile import parse
+
+    parsed = parse(arguments)
+    _start_log(job, parsed.config.run.log_level, parsed.warnings)
+    comm = job.start(parsed.config.parallel)
+    from lpnet.train.trainer import train
+
+    code = train(parsed.config, comm)
+    comm.free()
+    return code
+
+
+def _eval(arguments: Sequence[str], job: _Job) -> int:
+    """Evaluate a checkpoint, or the newest one of a run folder, by exact propagation."""
+    parser = _parser(_eval)
+    parser.add_argument("path", metavar="CKPT_OR_RUN", help="a checkpoint file or a run folder")
+    parser.add_argument(
+        "--data.root", dest="data_root", metavar="DIR", help="folder of the data files, where it has moved"
+    )
+    options = parser.parse_args(arguments)
+    from lpnet.config import ParallelConfig
+
+    _start_log(job, "INFO", ())
+    comm = job.start(ParallelConfig())
+    from lpnet.train.evaluation import evaluate
+
+    code = evaluate(options.path, comm, data_root=options.data_root)
+    comm.free()
+    return code
+
+
+def _plan(arguments: Sequence[str], job: _Job) -> int:
+    """Print who would own what: partition, levels, messages, work and memory per rank; needs no MPI."""
+    if _wants_help(arguments):
+        _print_config_help(
+            _plan, usage="[--ranks P] ", more="--ranks P is the number of ranks to plan for (default 1)."
+        )
+        return 0
+    from lpnet.configfile import parse
+
+    parsed = parse(arguments, options=("ranks",))
+    text = parsed.options.get("ranks", "1")
+    if not (text.isdecimal() and int(text) > 0):
+        raise UsageError(f"--ranks is {text!r}; expected a whole number greater than 0")
+    _start_log(job, "INFO", parsed.warnings)
+    from lpnet.mgrit.plan import plan_text
+
+    print(plan_text(parsed.config, int(text)).rstrip())
+    return 0
+
+
+def _show(arguments: Sequence[str], job: _Job) -> int:
+    """Print what a checkpoint holds."""
+    parser = _parser(_show)
+    parser.add_argument("path", metavar="CKPT", help="a checkpoint file")
+    parser.add_argument("--verify", action="store_true", help="also check every checksum")
+    options = parser.parse_args(arguments)
+    from lpnet.io.checkpoint import describe
+
+    print(describe(options.path, verify=options.verify).rstrip())
+    return 0
+
+
+def _export(arguments: Sequence[str], job: _Job) -> int:
+    """Write the network of a checkpoint as a plain torch state_dict."""
+    parser = _parser(_export)
+    parser.add_argument("path", metavar="CKPT", help="a checkpoint file")
+    parser.add_argument("out", metavar="OUT.pt", help="file to write; torch.load reads it")
+    options = parser.parse_args(arguments)
+    from lpnet.train.export import export_checkpoint
+
+    export_checkpoint(options.path, options.out)
+    return 0
+
+
+def _info(arguments: Sequence[str], job: _Job) -> int:
+    """Print versions and what MPI and HDF5 can do here."""
+    _parser(_info).parse_args(arguments)
+    try:
+        import mpi4py
+
+        mpi4py.rc.initialize = (
+            False  # the name of the library is known without starting it, which other ranks would miss
+        )
+    except ImportError:
+        pass
+    from lpnet.io.environment import describe
+
+    print(describe().rstrip())
+    return 0
+
+
+_COMMANDS = {"train": _train, "eval": _eval, "plan": _plan, "show": _show, "export": _export, "info": _info}
+_TOGETHER = ("train", "eval")  # all ranks work; of the others, rank 0 only
+
+
+def _usage() -> str:
+    lines = [f"  {name:<8} {command.__doc__}" for name, command in _COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: lpnet COMMAND ...",
+            "",
+            *lines,
+            "",
+            "lpnet COMMAND --help tells more; lpnet --version prints the version.",
+            "Exit codes: 0 done, 1 failure, 2 usage or configuration, 75 stopped early with a checkpoint.",
+        ]
+    )
+
+
+def _run(arguments: Sequence[str], job: _Job) -> int:
+    name, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
+    if job.rank > 0 and (name not in _TOGETHER or _wants_help(rest)):
+        return 0
+    if not name:
+        raise UsageError(f"no command; known: {', '.join(_COMMANDS)}; see lpnet --help")
+    if name in ("-h", "--help"):
+        print(_usage())
+        return 0
+    if name == "--version":
+        import lpnet
+
+        print(f"lpnet {lpnet.__version__}")
+        return 0
+    if name not in _COMMANDS:
+        nearest = get_close_matches(name, _COMMANDS, 1)
+        remedy = f"did you mean {nearest[0]}?" if nearest else f"known: {', '.join(_COMMANDS)}"
+        raise UsageError(f"{name} is not a command; {remedy}")
+    return _COMMANDS[name](rest, job)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit code; with several ranks, an error ends the job.
+
+    Args:
+        arguments: the words after `lpnet`; None: those of this process.
+    """
+    launcher = launch.detect()
+    job = _Job(launcher, launcher.rank, launcher.size)
+    try:
+        code = _run(list(sys.argv[1:] if arguments is None else arguments), job)
+        sys.stdout.flush()
+        return code
+    except SystemExit as finished:  # argparse, after --help
+        return finished.code if isinstance(finished.code, int) else 0
+    except BrokenPipeError as error:
+        if job.abort is not None:
+            return launch.fail(error, rank=job.rank, size=job.size, abort=job.abort)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # `lpnet plan ... | head` is no failure
+        return 0
+    except KeyboardInterrupt:
+        return launch.fail(LpnetError("interrupted"), rank=job.rank, size=job.size, abort=job.abort)
+    except Exception as error:
+        if job.size == 1 and not isinstance(error, LpnetError):
+            launch.keep_error(error)
+            raise
+        return launch.fail(error, rank=job.rank, size=job.size, abort=job.abort)
+    finally:
+        log.close()
