@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from lpnet.errors import LpnetError, UsageError
     from lpnet.mgrit.layer_parallel import LayerParallel
     from lpnet.mgrit.serial import gather_state_dict
+    from lpnet.nn import models
     from lpnet.nn.stack import LayerStack
     from lpnet.train.saving import load, save
 
@@ -29,7 +30,7 @@ _HOMES = {
     "load": "lpnet.train.saving",
     "save": "lpnet.train.saving",
 }
-_MODULES = ("nn",)
+_MODULES = {"models": "lpnet.nn.models", "nn": "lpnet.nn"}
 
 __all__ = [
     "MGRIT",
@@ -39,6 +40,7 @@ __all__ = [
     "UsageError",
     "gather_state_dict",
     "load",
+    "models",
     "nn",
     "save",
 ]
@@ -46,7 +48,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        return import_module(f"lpnet.{name}")
+        return import_module(_MODULES[name])
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'lpnet' has no attribute {name!r}")

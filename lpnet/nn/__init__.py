@@ -1,9 +1,20 @@
 """What a network is: steps, stacks, openings and closings."""
 
 from lpnet.nn.conv import ConvStep
-from lpnet.nn.ends import Classifier, DenseOpening, ZeroExpand
+from lpnet.nn.ends import Classifier, ConvOpening, DenseOpening, ImageClassifier, Replicate, ZeroExpand
 from lpnet.nn.module_step import ModuleStep
 from lpnet.nn.stack import LayerStack
 from lpnet.nn.steps import DenseStep
 
-__all__ = ["Classifier", "ConvStep", "DenseOpening", "DenseStep", "LayerStack", "ModuleStep", "ZeroExpand"]
+__all__ = [
+    "Classifier",
+    "ConvOpening",
+    "ConvStep",
+    "DenseOpening",
+    "DenseStep",
+    "ImageClassifier",
+    "LayerStack",
+    "ModuleStep",
+    "Replicate",
+    "ZeroExpand",
+]
