@@ -200,8 +200,45 @@ def _info(arguments: Sequence[str], job: _Job) -> int:
     return 0
 
 
-_COMMANDS = {"train": _train, "eval": _eval, "plan": _plan, "show": _show, "export": _export, "info": _info}
-_TOGETHER = ("train", "eval")  # all ranks work; of the others, rank 0 only
+def _bench(arguments: Sequence[str], job: _Job) -> int:
+    """Train a few steps and print where their time goes: by span, level and rank; writes no run folder."""
+    if _wants_help(arguments):
+        more = "--steps N steps are measured (default 20); --json FILE also writes the numbers."
+        _print_config_help(_bench, usage="[--steps N] [--json FILE] ", more=more)
+        return 0
+    from lpnet.configfile import parse
+
+    parsed = parse(arguments, options=("steps", "json"))
+    text = parsed.options.get("steps", "20")
+    if not (text.isdecimal() and int(text) > 0):
+        raise UsageError(f"--steps is {text!r}; expected a whole number greater than 0")
+    _start_log(job, parsed.config.run.log_level, parsed.warnings)
+    comm = job.start(parsed.config.parallel)
+    from pathlib import Path
+
+    from lpnet.scaling.profile import profile
+    from lpnet.train.trainer import check
+
+    check(parsed.config, comm)
+    found = profile(parsed.config, comm, steps=int(text))
+    if comm.rank == 0:
+        print(found.table())
+        if "json" in parsed.options:
+            found.save(Path(parsed.options["json"]))
+    comm.free()
+    return 0
+
+
+_COMMANDS = {
+    "train": _train,
+    "eval": _eval,
+    "bench": _bench,
+    "plan": _plan,
+    "show": _show,
+    "export": _export,
+    "info": _info,
+}
+_TOGETHER = ("train", "eval", "bench")  # all ranks work; of the others, rank 0 only
 
 
 def _usage() -> str:

@@ -34,32 +34,48 @@ class ModelConfig:
     """The network: opening, a stack of equal residual layers, closing.
 
     Args:
-        name: kind of layer; dense: u + h sigma(W u + b).
+        name: kind of layer; dense: u + h sigma(W u + b); conv: u + h sigma(conv(u; W) + b) for images.
         layers: number of layers N of the stack.
-        width: features of the state.
+        width: features of the state; channels where the layers are convolutions.
+        kernel: conv: odd width of the kernel.
         final_time: T; a layer is a time step of h = T / N.
         activation: sigma.
-        bias: one number per layer (scalar) or one per feature (vector).
-        opening: zero_expand pads the input with zeros to `width`; dense is sigma(W x + b); identity passes it on.
+        bias: one number per layer (scalar; dense only) or one per feature or channel (vector).
+        opening: zero_expand pads the input's features or channels with zeros to `width`; dense is sigma(W x + b), a
+            convolution for images; replicate copies an image of one channel to all channels; identity passes it on.
+        pooling: conv: the classifier sees the mean of every channel instead of every pixel.
         init_scale: standard deviation of the initial weights times sqrt(width); biases start at zero.
         initial_parameters: an .npz file in data.root with the initial parameters (hidden_weight, hidden_bias,
             classifier_weight, classifier_bias), in place of random ones.
         dtype: precision of parameters and states.
     """
 
-    name: Literal["dense"] = "dense"
+    name: Literal["dense", "conv"] = "dense"
     layers: int = 32
     width: int = 8
+    kernel: int = 3
     final_time: float = 5.0
     activation: Activation = "tanh"
     bias: Literal["scalar", "vector"] = "vector"
-    opening: Literal["zero_expand", "dense", "identity"] = "zero_expand"
+    opening: Literal["zero_expand", "dense", "replicate", "identity"] = "zero_expand"
+    pooling: bool = False
     init_scale: float = 0.3
     initial_parameters: str | None = None
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
-        _positive("model", layers=self.layers, width=self.width, final_time=self.final_time)
+        _positive("model", layers=self.layers, width=self.width, final_time=self.final_time, kernel=self.kernel)
+        _require(
+            self.kernel % 2 == 1, f"model.kernel is {self.kernel}; it must be odd, so that the state keeps its size"
+        )
+        if self.name == "conv":
+            _require(
+                self.bias == "vector", f"model.bias is {self.bias!r}; convolutions have one bias per channel: vector"
+            )
+        _require(
+            self.name == "conv" or (self.opening != "replicate" and not self.pooling),
+            "model.opening replicate and model.pooling are for images; set model.name conv",
+        )
         _not_negative("model", init_scale=self.init_scale)
 
 

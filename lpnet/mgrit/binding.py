@@ -19,7 +19,8 @@ from torch import Tensor
 from lpnet.mgrit.cycle import Action, Cycle
 from lpnet.mgrit.hierarchy import per_level
 from lpnet.mgrit.slots import Slots, index_of
-from lpnet.nn.steps import Index, Op, Workspace
+from lpnet.nn.kernels import Op, uses_numpy
+from lpnet.nn.steps import Index, Workspace
 from lpnet.parallel.comm import Comm
 
 FORWARD_TAG, ADJOINT_TAG = 0, 500
@@ -42,7 +43,7 @@ class Problem:
         border = [bool(part.points) for part in levels]
         self.incoming = [workspace.rows(1)[0] if here else None for here in border]
         self.outgoing = [workspace.rows(1)[0] if here else None for here in border]
-        self.norms: list[Tensor] = []
+        self.squares: list[np.ndarray] = []  # squared residuals at this rank's C-points, per refresh
         self._receiving: dict[tuple[str, int], Any] = {}
         self._sending: dict[tuple[str, int], Any] = {}
         self._tag = ADJOINT_TAG if self.adjoint else FORWARD_TAG
@@ -125,21 +126,16 @@ class Problem:
         return ops
 
     def _residual(self, action: Action) -> list[Op]:
-        """Norms of E - u at the C-points of level 0, in float64."""
-        pairs = [
-            (self.view(run), self.arrived[1][self._row(1, run)], len(run)) for run in self.runs(self.local_c_points())
-        ]
-        scratch = [torch.empty_like(new) for _, new, _ in pairs]
-        empty = torch.zeros(0, dtype=torch.float64)
-
-        def run() -> None:
-            parts = []
-            for (state, new, count), difference in zip(pairs, scratch, strict=True):
-                torch.sub(new, state, out=difference)
-                parts.append(torch.linalg.vector_norm(difference.reshape(count, -1), dim=1, dtype=torch.float64))
-            self.norms.append(parts[0] if len(parts) == 1 else torch.cat([empty, *parts]))
-
-        return [run]
+        """||E - u||^2 at the C-points of level 0, noted in `squares`."""
+        ops: list[Op] = []
+        scratch = self.workspace.rows(len(self.local_c_points()))
+        at = 0
+        for run in self.runs(self.local_c_points()):
+            new, state = self.arrived[1][self._row(1, run)], self.view(run)
+            out = scratch[at : at + len(run)] if len(run) > 1 else scratch[at]
+            ops.append(partial(torch.sub, new, state, out=out))
+            at += len(run)
+        return [*ops, lambda: self.squares.append(squared_norms(scratch))]
 
     # messages
 
@@ -223,9 +219,18 @@ def lerper(state: Tensor, new: Tensor, weight: float) -> Op:
     return run
 
 
-def squares(norms: Sequence[Tensor], where: Sequence[int], total: int) -> np.ndarray:
-    """Squared norms (iterations, all C-points) in float64, zero where another rank owns the point."""
-    out = np.zeros((len(norms), total))
-    for k, row in enumerate(norms):
-        out[k, list(where)] = row.numpy() ** 2
+def squared_norms(payloads: Tensor) -> np.ndarray:
+    """Sum of squares of each payload (points,), float64; a payload's own sum is made in its precision, by BLAS."""
+    flat = payloads.flatten(1)
+    if uses_numpy(flat):
+        rows = flat.numpy()
+        return np.matmul(rows[:, None, :], rows[:, :, None])[:, 0, 0].astype(np.float64)
+    return (flat.double() ** 2).sum(1).cpu().numpy()
+
+
+def spread(rows: Sequence[np.ndarray], where: Sequence[int], total: int) -> np.ndarray:
+    """Local rows in an array (rows, all C-points), zero where another rank owns the point."""
+    out = np.zeros((len(rows), total))
+    for k, row in enumerate(rows):
+        out[k, list(where)] = row
     return out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,15 +26,15 @@ def build_network(config: Config, data: Data, comm: Any = None) -> LayerParallel
         UsageError: more ranks than layers, a width that does not fit.
         DataError: initial parameters that are missing or have another shape.
     """
-    return network_for(config, data.train.x.shape[1], data.classes, comm)
+    return network_for(config, data.train.x.shape[1:], data.classes, comm)
 
 
-def network_for(config: Config, features: int, classes: int, comm: Any = None) -> LayerParallel:
-    """The same for stated numbers of features and classes. Collective over comm."""
+def network_for(config: Config, shape: Sequence[int], classes: int, comm: Any = None) -> LayerParallel:
+    """The same for samples of a shape and a number of classes. Collective over comm."""
     partition = partition_of(config, 1 if comm is None else comm.size)
     mgrit = config.mgrit if config.method == "mgrit" else replace(config.mgrit, levels=1)
     stack, opening, closing = network_parts(
-        config.model, features, classes, comm=comm, seed=config.seed, partition=partition
+        config.model, shape, classes, comm=comm, seed=config.seed, partition=partition
     )
     net = LayerParallel(stack, opening=opening, closing=closing, mgrit=mgrit)
     if config.model.initial_parameters is not None:

@@ -11,7 +11,8 @@ from lpnet.mgrit.hierarchy import build, direction, table
 from lpnet.mgrit.programs import evaluations, messages, parts, record, solve_critical_path
 from lpnet.parallel.partition import Partition, explicit, uniform
 
-BYTES = {"float32": 4, "float64": 8, "bfloat16": 2}
+BYTES = {"float32": 4, "float64": 8, "bfloat16": 4}  # bfloat16 computes in it and keeps float32
+PIXELS = {"mnist": 28 * 28, "cifar10": 32 * 32, "cifar100": 32 * 32}
 
 
 def partition_of(config: Config, ranks: int) -> Partition:
@@ -85,19 +86,42 @@ def plan_text(config: Config, ranks: int, *, batch: int | None = None) -> str:
     return "\n".join(lines)
 
 
+def memory_bytes(config: Config, partition: Partition, samples: int) -> tuple[int, int]:
+    """Bytes of the fullest rank: states and adjoints; weights, gradients and optimiser. No communication.
+
+    Args:
+        config: the run.
+        partition: who owns which layers.
+        samples: per step.
+    """
+    model, mgrit = config.model, config.mgrit
+    item = BYTES[model.dtype]
+    pixels = PIXELS.get(config.data.name, 1) if model.name == "conv" else 1
+    most = max(b - a for a, b in zip(partition.bounds, partition.bounds[1:], strict=False))
+    payload = model.width * pixels * samples * item
+    levels = 1 if config.method == "serial" else mgrit.levels
+    kept, rows = most, 0
+    if levels > 1:
+        hierarchy = build(model.layers, mgrit)
+        shares = [len(points) / partition.ranks for points in hierarchy.levels[1:]]
+        # E and K of both directions per level; kept states and residuals of both on level 1
+        rows = sum(int(4 * share) + 8 for share in shares) + int(4 * shares[0])
+        if mgrit.storage == "c_points":
+            kept = int(shares[0]) + max(
+                b - a for a, b in zip(hierarchy.levels[1], hierarchy.levels[1][1:], strict=False)
+            )
+    states = (4 * (kept + 1) + rows) * payload + (kept + 1) * samples * item * (model.name == "dense")
+    fan_in = model.width * (model.kernel**2 if model.name == "conv" else 1)
+    bias = 1 if model.bias == "scalar" else model.width
+    slots = {"lbfgs": 2 * config.optim.memory, "adam": 2, "adamw": 2, "sgd": int(config.optim.momentum > 0)}
+    copies = 2 + slots.get(config.optim.name, 1)
+    return states, most * (model.width * fan_in + bias) * (copies + 2) * item
+
+
 def memory_text(config: Config, partition: Partition, samples: int) -> str:
     """States and weights of the fullest rank."""
-    width, item = config.model.width, BYTES[config.model.dtype]
+    states, weights = memory_bytes(config, partition, samples)
     most = max(b - a for a, b in zip(partition.bounds, partition.bounds[1:], strict=False))
-    bias = 1 if config.model.bias == "scalar" else width
-    coarse = most if config.mgrit.levels == 1 or config.method == "serial" else 0
-    c = config.mgrit.coarsening[0] if isinstance(config.mgrit.coarsening, list) else config.mgrit.coarsening
-    points = most // c + 2 * c if config.mgrit.storage == "c_points" and not coarse else most
-    per_point = (4 * width + 1) * samples * item
-    rows = 0 if coarse else 4 * (most // c + 1) * width * samples * item
-    states = (points + 1) * per_point + rows
-    slots = {"lbfgs": 2 * config.optim.memory, "adam": 2, "adamw": 2}.get(config.optim.name, 1)
-    weights = most * ((width * width + bias) * (2 + slots) + 2 * width * (width + 1)) * item
     return (
         f"memory of a rank with {most} layers and {samples} samples: states and adjoints {states / 2**20:.1f} MiB, "
         f"weights, gradients and optimiser {weights / 2**20:.1f} MiB"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lpnet.config import MGRIT
+from lpnet.io import trace
 from lpnet.mgrit.binding import Problem
 from lpnet.mgrit.cycle import Cycle
 from lpnet.mgrit.hierarchy import Hierarchy, direction
@@ -142,6 +143,11 @@ class Propagator:
 
     def gradients(self) -> dict[str, Tensor]:
         """Gradients of this rank's parameters from the latest solves. No communication."""
+        with trace.span("gradient"):
+            self._run_gradients()
+            return self.stack.engine.gradients()
+
+    def _run_gradients(self) -> None:
         if not self.c_storage:
             if self._gradients is None:
                 problem = self.adjoint_solver.problem
@@ -149,7 +155,6 @@ class Propagator:
                 self._gradients = problem.all_gradients()
             for op in self._gradients:
                 op()
-        return self.stack.engine.gradients()
 
     def last_state(self) -> Tensor:
         """u_N (batch, ...) on the last rank; a copy."""

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import torch
 
 from lpnet.io import trace
-from lpnet.mgrit.binding import Problem, squares
+from lpnet.mgrit.binding import Problem, spread, squared_norms
 from lpnet.mgrit.cycle import Action
 from lpnet.mgrit.hierarchy import per_level
 from lpnet.mgrit.programs import evaluations, parts, record, solve_critical_path, span_of
@@ -123,7 +122,7 @@ class Solver:
             need: all states, only the last one (no residual after the last correction), or the gradients too.
         """
         self._ran, self._seconds, self._fresh = [], {}, frozenset()
-        self.problem.norms.clear()
+        self.problem.squares.clear()
         self._converged = None
         last = {"all": "refresh", "last": "tail", "gradient": "refresh_gradient"}[need]
         watched = iterations is None or self.mgrit.tolerance is not None or self.mgrit.relative_tolerance is not None
@@ -154,7 +153,7 @@ class Solver:
             done += 1
         if need == "gradient" and self.mgrit.storage == "c_points":
             self._run("refresh_gradient")
-            self.problem.norms.pop()
+            self.problem.squares.pop()
         if not self._converged:
             logging.getLogger("lpnet").warning(
                 "the %s solve missed its tolerance after %d iterations; raise mgrit.max_iterations or the tolerance",
@@ -164,15 +163,10 @@ class Solver:
 
     def _small_enough(self) -> bool:
         """Compare the latest residual with the tolerances. Collective, one reduction."""
-        residual = squares(self.problem.norms[-1:], self._where, len(self._c_points))[0]
-        states = np.zeros_like(residual)
+        residual = spread(self.problem.squares[-1:], self._where, len(self._c_points))[0]
         local = self.problem.local_c_points()
-        if local:
-            norms = [
-                torch.linalg.vector_norm(self.problem.view(run).reshape(len(run), -1), dim=1, dtype=torch.float64)
-                for run in self.problem.runs(local)
-            ]
-            states = squares([torch.cat(norms)], self._where, len(self._c_points))[0]
+        norms = [squared_norms(self.problem.view(run).reshape(len(run), -1)) for run in self.problem.runs(local)]
+        states = spread([np.concatenate([np.zeros(0), *norms])], self._where, len(self._c_points))[0]
         total = self.comm.sum(np.concatenate([residual, states]))
         r = float(np.sqrt(total[: len(residual)].sum() / self.batch))
         u = float(np.sqrt(total[len(residual) :].sum() / self.batch))
@@ -189,11 +183,11 @@ class Solver:
 
     def pending(self) -> np.ndarray:
         """Squared residuals of this rank, (residuals, C-points) flat; sum them over the ranks. No communication."""
-        return squares(self.problem.norms, self._where, len(self._c_points)).ravel()
+        return spread(self.problem.squares, self._where, len(self._c_points)).ravel()
 
     def report(self, summed: np.ndarray) -> SolveReport:
         """The report, from `pending` summed over the ranks. No communication."""
-        rows = summed.reshape(len(self.problem.norms), -1) if self.problem.norms else np.zeros((0, 0))
+        rows = summed.reshape(len(self.problem.squares), -1) if self.problem.squares else np.zeros((0, 0))
         residuals = tuple(float(np.sqrt(row.sum() / self.batch)) for row in rows)
         rho = residuals[-1] / residuals[-2] if len(residuals) > 1 and residuals[-2] > 0 else None
         names = tuple(program.name for program in self._ran)

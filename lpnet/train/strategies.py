@@ -20,6 +20,7 @@ import torch
 
 from lpnet.config import OptimConfig
 from lpnet.errors import NumericsError
+from lpnet.io import trace
 from lpnet.optim.clip import norm_terms, scale_gradients
 from lpnet.optim.lbfgs import LBFGS, Evaluation
 from lpnet.optim.regularization import Regularization
@@ -179,7 +180,8 @@ class GradientSteps:
         both = [np.concatenate(pair) for pair in zip(terms, norm_terms(shards), strict=True)]
         packed = rows.pack(both)
         squares = self._net.residual_squares()
-        summed = self._net.comm.sum(np.concatenate([head, packed.ravel(), squares]))
+        with trace.span("reduction"):
+            summed = self._net.comm.sum(np.concatenate([head, packed.ravel(), squares]))
         loss, stop = summed[:2]
         penalty, square = rows.total(summed[2 : 2 + packed.size].reshape(packed.shape))
         if not np.isfinite([loss, penalty, square]).all():
@@ -188,7 +190,8 @@ class GradientSteps:
         norm = float(np.sqrt(square))
         if self._config.clip_norm is not None:
             scale_gradients(shards, norm, self._config.clip_norm)
-        self._optimizer.step()
+        with trace.span("optimiser"):
+            self._optimizer.step()
         self.steps += 1
         forward, adjoint = self._net.solve_reports(summed[2 + packed.size :], len(samples))
         return StepReport(

@@ -1,0 +1,97 @@
+"""Where the time of a training step goes: seconds by span, level and rank, and the share of each.
+
+The spans are those of the trace (lpnet.io.trace): f_relax, c_relax, residual, coarse, message and wait of both solves,
+per level; gradient, reduction, optimiser; what is left is `other`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from lpnet.config import Config
+from lpnet.data.batches import BatchOrder
+from lpnet.data.samples import load
+from lpnet.io import trace
+from lpnet.mgrit.network import build_network
+from lpnet.nn.models import DTYPES
+from lpnet.parallel.comm import Comm
+from lpnet.train.strategies import make_strategy
+
+WARM = 3  # steps that are not counted: first use of memory, cold starts
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Mean seconds per training step.
+
+    Args:
+        ranks: number of ranks.
+        steps: steps measured.
+        step: whole step, per rank.
+        spans: by name ("f_relax level 0", ...), per rank.
+    """
+
+    ranks: int
+    steps: int
+    step: list[float]
+    spans: dict[str, list[float]]
+
+    def table(self) -> str:
+        """Milliseconds and share of the step, per span and rank."""
+        width = max(len(name) for name in [*self.spans, "whole step"])
+        lines = [
+            f"milliseconds per training step over {self.steps} steps, and the share of the step",
+            f"{'':{width}} " + " ".join(f"{f'rank {rank}':>16}" for rank in range(self.ranks)),
+        ]
+        for name, seconds in sorted(self.spans.items(), key=lambda item: -sum(item[1])):
+            cells = [f"{s * 1e3:9.3f} {100 * s / max(w, 1e-12):5.1f}%" for s, w in zip(seconds, self.step, strict=True)]
+            lines.append(f"{name:{width}} " + " ".join(f"{cell:>16}" for cell in cells))
+        lines.append(f"{'whole step':{width}} " + " ".join(f"{s * 1e3:9.3f} {100.0:5.1f}%" for s in self.step))
+        return "\n".join(lines)
+
+    def save(self, path: Path) -> None:
+        """Write the numbers as JSON."""
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+
+def profile(config: Config, comm: Comm, *, steps: int = 20) -> Profile:
+    """Train a few steps and time their spans; nothing is written. Collective over comm.
+
+    Args:
+        config: the run.
+        comm: ranks.
+        steps: steps measured.
+    """
+    data = comm.together(lambda: load(config.data, config.seed, DTYPES[config.model.dtype]))
+    order = BatchOrder(len(data.train), config.data.batch_size, config.seed, "fixed")
+    strategy = make_strategy(build_network(config, data, comm), config.optim)
+
+    def step(index: int) -> None:
+        batch = order.at(index)
+        samples = data.train if order.full else data.train.take(batch.indices)
+        with trace.span("step"):
+            strategy.step(samples, batch.id)
+
+    warm = max(WARM, order.batches + 1 if order.batches <= 20 else WARM)
+    try:
+        trace.start(comm, events=False)  # bind the timed programs before they are measured
+        for index in range(warm):
+            step(index)
+        trace.start(comm, events=False)
+        for index in range(warm, warm + steps):
+            step(index)
+        found = {name: total.seconds / steps for name, total in trace.totals().items()}
+    finally:
+        trace.stop()
+    whole = found.pop("step")
+    found["other"] = whole - sum(found.values())
+    everyone = comm.all_gather_objects((whole, found))
+    names = sorted({name for _, spans in everyone for name in spans})
+    return Profile(
+        comm.size,
+        steps,
+        [w for w, _ in everyone],
+        {name: [spans.get(name, 0.0) for _, spans in everyone] for name in names},
+    )

@@ -1,0 +1,110 @@
+"""Every fast path equals the plain one to rounding: numpy kernels, side-by-side relaxation, their measured choice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import lpnet
+from lpnet.mgrit import batching
+from lpnet.nn import kernels
+
+STEPS = {
+    "dense": (lambda activation: lpnet.nn.DenseStep(width=6, activation=activation), (9, 2)),
+    "conv": (lambda activation: lpnet.nn.ConvStep(channels=4, activation=activation), (5, 1, 6, 6)),
+}
+
+
+class Flat(torch.nn.Module):
+    def __init__(self, features):
+        super().__init__()
+        self.inner = torch.nn.Linear(features, 3)
+
+    def forward(self, u):
+        return self.inner(u.flatten(1))
+
+
+def gradients(kind, activation, comm=None, dtype=torch.float64, **mgrit):
+    """Loss and gradients after two warm steps of fixed iterations."""
+    make, shape = STEPS[kind]
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(dtype)
+    y = torch.arange(shape[0]) % 3
+    torch.manual_seed(1)
+    opening = lpnet.nn.ZeroExpand(2, 6) if kind == "dense" else lpnet.nn.Replicate(4)
+    closing = Flat(6 if kind == "dense" else 4 * 36)
+    stack = lpnet.LayerStack(make(activation), num_layers=24, final_time=3.0, comm=comm, seed=4, dtype=dtype)
+    settings = {"levels": 3, "coarsening": [4, 2], "forward_iterations": 2, "adjoint_iterations": 1} | mgrit
+    net = lpnet.LayerParallel(stack, opening=opening, closing=closing, mgrit=lpnet.MGRIT(**settings))
+    for _ in range(3):
+        net.zero_grad()
+        loss = F.cross_entropy(net(x, batch=0), y)
+        loss.backward()
+        with torch.no_grad():
+            for p in net.parameters():
+                p.sub_(p.grad, alpha=0.1)
+    found = {name: p.grad.clone() for name, p in net.named_parameters()}
+    return loss.detach(), found, net
+
+
+def assert_same(a, b, atol):
+    torch.testing.assert_close(a[0], b[0], rtol=0, atol=atol)
+    for name, gradient in a[1].items():
+        torch.testing.assert_close(gradient, b[1][name], rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("activation", ["tanh", "relu", "smooth_relu"])
+@pytest.mark.parametrize("kind", STEPS)
+def test_numpy_kernels_equal_torchs(kind, activation, monkeypatch):
+    fast = gradients(kind, activation)
+    monkeypatch.setattr(kernels, "uses_numpy", lambda tensor: False)
+    assert_same(fast, gradients(kind, activation), 1e-12)
+
+
+@pytest.mark.parametrize("activation", ["tanh", "smooth_relu"])
+def test_small_and_large_arrays_take_different_launches_and_agree(activation, monkeypatch):
+    fast = gradients("dense", activation)
+    monkeypatch.setattr(kernels, "SMALL", 0)
+    assert_same(fast, gradients("dense", activation), 1e-12)
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("kind", STEPS)
+def test_side_by_side_equals_one_by_one(comm, kind):
+    for activation in ("tanh", "relu", "smooth_relu"):
+        one = gradients(kind, activation, comm, batching="off")
+        assert_same(one, gradients(kind, activation, comm, batching="on"), 1e-12)
+        assert_same(one, gradients(kind, activation, comm, batching=["on", "off"]), 1e-12)
+        assert_same(one, gradients(kind, activation, comm, storage="c_points"), 1e-12)
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_the_measured_choice_is_the_same_on_all_ranks_and_is_written_down(comm):
+    *_, net = gradients("dense", "tanh", comm, batching="auto")
+    choices = net.comm.all_gather_objects(net.batched)
+    assert len(set(choices)) == 1
+    assert net.mgrit.batching == ["on" if on else "off" for on in net.batched]
+    again = gradients("dense", "tanh", comm, batching=net.mgrit.batching)[2]
+    assert again.batched == net.batched
+
+
+def test_the_choice_follows_the_clock(monkeypatch):
+    """Every sweep timed as slower side by side: off; as faster: on."""
+    for faster in (True, False):
+        numbers, sign = iter(range(1000)), -1.0 if faster else 1.0
+        monkeypatch.setattr(batching, "_time", lambda ops, n=numbers, s=sign: s * next(n))
+        assert gradients("dense", "tanh", batching="auto")[2].batched == (faster, faster)
+
+
+def test_one_forward_and_backward_call_few_kernels():
+    """Launches per training step of a batched two-level solve do not grow with the layers that are side by side."""
+    counts = []
+    for layers in (32, 64):
+        stack = lpnet.LayerStack(lpnet.nn.DenseStep(width=4), num_layers=layers, final_time=1.0, seed=0)
+        settings = lpnet.MGRIT(coarsening=8, forward_iterations=1, adjoint_iterations=1, batching="on")
+        net = lpnet.LayerParallel(stack, opening=torch.nn.Identity(), closing=torch.nn.Identity(), mgrit=settings)
+        for _ in range(2):
+            net(torch.ones(3, 4), batch=0).sum().backward()
+        solver = net._latest.forward_solver
+        counts.append(max(len(p.ops) for (name, *_), p in solver._programs.items() if name == "refresh"))
+    assert counts[0] == counts[1] <= 8 * 4 + 4
