@@ -95,6 +95,8 @@ class ModuleEngine:
         compute: precision of F.
     """
 
+    gradient_block = 0
+
     def __init__(self, template: torch.nn.Module, parameters: dict[str, Tensor], compute: torch.dtype) -> None:
         self.parameters, self.compute = parameters, compute
         self.like = next(iter(parameters.values())).detach()
@@ -124,7 +126,9 @@ class ModuleEngine:
         """Gradients of the parameters; new tensors."""
         return {name: g.clone() for name, g in self.gradient.items()}
 
-    def workspace(self, shape: Sequence[int], *, state_slots: int, layer_slots: int) -> ModuleWorkspace:
+    def workspace(
+        self, shape: Sequence[int], *, state_slots: int, layer_slots: int, kept_slots: int
+    ) -> ModuleWorkspace:
         """States of `shape` (batch, ...)."""
         return ModuleWorkspace(self, shape, state_slots, layer_slots)
 
