@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from lpnet import nn
     from lpnet.config import MGRIT
     from lpnet.errors import LpnetError, UsageError
+    from lpnet.fdg.decoupled import FDG
+    from lpnet.fdg.pipeline import Pipeline
     from lpnet.mgrit.layer_parallel import LayerParallel
     from lpnet.mgrit.serial import gather_state_dict
     from lpnet.nn import models
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "FDG": "lpnet.fdg.decoupled",
+    "Pipeline": "lpnet.fdg.pipeline",
     "MGRIT": "lpnet.config",
     "LayerParallel": "lpnet.mgrit.layer_parallel",
     "LayerStack": "lpnet.nn.stack",
@@ -33,10 +37,12 @@ _HOMES = {
 _MODULES = {"models": "lpnet.nn.models", "nn": "lpnet.nn"}
 
 __all__ = [
+    "FDG",
     "MGRIT",
     "LayerParallel",
     "LayerStack",
     "LpnetError",
+    "Pipeline",
     "UsageError",
     "gather_state_dict",
     "load",

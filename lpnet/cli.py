@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from lpnet.errors import LpnetError, UsageError
 from lpnet.io import log
-from lpnet.parallel import launch
+from lpnet.parallel import launch, signals
 
 if TYPE_CHECKING:
     from lpnet.config import ParallelConfig
@@ -110,14 +110,18 @@ def _train(arguments: Sequence[str], job: _Job) -> int:
         return 0
     from lpnet.configfile import parse
 
-    parsed = parse(arguments)
-    _start_log(job, parsed.config.run.log_level, parsed.warnings)
-    comm = job.start(parsed.config.parallel)
-    from lpnet.train.trainer import train
+    signals.install()  # SIGUSR1 would end a process that does not listen yet
+    try:
+        parsed = parse(arguments)
+        _start_log(job, parsed.config.run.log_level, parsed.warnings)
+        comm = job.start(parsed.config.parallel)
+        from lpnet.train.trainer import train
 
-    code = train(parsed.config, comm)
-    comm.free()
-    return code
+        code = train(parsed.config, comm)
+        comm.free()
+        return code
+    finally:
+        signals.restore()
 
 
 def _eval(arguments: Sequence[str], job: _Job) -> int:
@@ -153,6 +157,11 @@ def _plan(arguments: Sequence[str], job: _Job) -> int:
     if not (text.isdecimal() and int(text) > 0):
         raise UsageError(f"--ranks is {text!r}; expected a whole number greater than 0")
     _start_log(job, "INFO", parsed.warnings)
+    if parsed.config.method in ("fdg", "pipeline"):
+        from lpnet.scaling.cut_plan import cut_plan_text
+
+        print(cut_plan_text(parsed.config, int(text)).rstrip())
+        return 0
     from lpnet.mgrit.plan import plan_text
 
     print(plan_text(parsed.config, int(text)).rstrip())
@@ -229,6 +238,21 @@ def _bench(arguments: Sequence[str], job: _Job) -> int:
     return 0
 
 
+def _data(arguments: Sequence[str], job: _Job) -> int:
+    """Download a public data set: lpnet data fetch mnist|cifar10|cifar100 --root DIR."""
+    parser = _parser(_data)
+    parser.add_argument("action", choices=["fetch"], help="download with checksums; an interrupted one goes on")
+    parser.add_argument("name", metavar="NAME", help="mnist, cifar10 or cifar100")
+    parser.add_argument("--root", required=True, metavar="DIR", help="folder to put the files into")
+    parser.add_argument("--base-url", dest="base_url", metavar="URL", help="a mirror, in place of the public source")
+    options = parser.parse_args(arguments)
+    _start_log(job, "INFO", ())
+    from lpnet.data.fetch import fetch
+
+    print(fetch(options.name, options.root, options.base_url))
+    return 0
+
+
 _COMMANDS = {
     "train": _train,
     "eval": _eval,
@@ -236,6 +260,7 @@ _COMMANDS = {
     "plan": _plan,
     "show": _show,
     "export": _export,
+    "data": _data,
     "info": _info,
 }
 _TOGETHER = ("train", "eval", "bench")  # all ranks work; of the others, rank 0 only

@@ -9,32 +9,34 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-Method = Literal["serial", "mgrit"]
+from lpnet.methodconfig import MGRIT, FDGConfig, not_negative, positive, require
+
+__all__ = [
+    "MGRIT",
+    "Activation",
+    "Config",
+    "DataConfig",
+    "FDGConfig",
+    "Method",
+    "ModelConfig",
+    "OptimConfig",
+    "ParallelConfig",
+    "RunConfig",
+]
+
+Method = Literal["serial", "mgrit", "fdg", "pipeline"]
+RESNETS = ("resnet_cifar", "resnet_mnist", "resnet", "wide_resnet")
 Activation = Literal["tanh", "relu", "smooth_relu"]
-InitialGuess = Literal["zero", "constant", "coarse", "kept"]
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
-
-
-def _positive(section: str, **values: float | None) -> None:
-    for key, value in values.items():
-        _require(value is None or value > 0, f"{section}.{key} is {value}; it must be greater than 0")
-
-
-def _not_negative(section: str, **values: float | None) -> None:
-    for key, value in values.items():
-        _require(value is None or value >= 0, f"{section}.{key} is {value}; it must not be negative")
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The network: opening, a stack of equal residual layers, closing.
+    """The network: opening, a stack of equal residual layers, closing; or a residual network of blocks.
 
     Args:
-        name: kind of layer; dense: u + h sigma(W u + b); conv: u + h sigma(conv(u; W) + b) for images.
+        name: dense: layers u + h sigma(W u + b); conv: u + h sigma(conv(u; W) + b) for images; resnet_cifar,
+            resnet_mnist, resnet, wide_resnet: networks of units for method fdg, pipeline or serial, described by
+            depth, widen, norm, stem and dropout.
         layers: number of layers N of the stack.
         width: features of the state; channels where the layers are convolutions.
         kernel: conv: odd width of the kernel.
@@ -48,9 +50,14 @@ class ModelConfig:
         initial_parameters: an .npz file in data.root with the initial parameters (hidden_weight, hidden_bias,
             classifier_weight, classifier_bias), in place of random ones.
         dtype: precision of parameters and states.
+        depth: resnets: layers, as the papers count them; 6n + 2 for CIFAR and MNIST, 6n + 4 for wide_resnet.
+        widen: wide_resnet: factor of the channels.
+        norm: resnets: batch | group normalisation.
+        stem: resnet: cifar (3 x 3 convolution) | imagenet (7 x 7 with stride, pooling).
+        dropout: wide_resnet: share of activations dropped inside a block.
     """
 
-    name: Literal["dense", "conv"] = "dense"
+    name: Literal["dense", "conv", "resnet_cifar", "resnet_mnist", "resnet", "wide_resnet"] = "dense"
     layers: int = 32
     width: int = 8
     kernel: int = 3
@@ -62,21 +69,28 @@ class ModelConfig:
     init_scale: float = 0.3
     initial_parameters: str | None = None
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
+    depth: int = 20
+    widen: int = 10
+    norm: Literal["batch", "group"] = "batch"
+    stem: Literal["cifar", "imagenet"] = "cifar"
+    dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        _positive("model", layers=self.layers, width=self.width, final_time=self.final_time, kernel=self.kernel)
-        _require(
+        positive("model", layers=self.layers, width=self.width, final_time=self.final_time, kernel=self.kernel)
+        positive("model", depth=self.depth, widen=self.widen)
+        require(0 <= self.dropout < 1, f"model.dropout is {self.dropout}; it must lie in [0, 1)")
+        require(
             self.kernel % 2 == 1, f"model.kernel is {self.kernel}; it must be odd, so that the state keeps its size"
         )
         if self.name == "conv":
-            _require(
+            require(
                 self.bias == "vector", f"model.bias is {self.bias!r}; convolutions have one bias per channel: vector"
             )
-        _require(
+        require(
             self.name == "conv" or (self.opening != "replicate" and not self.pooling),
             "model.opening replicate and model.pooling are for images; set model.name conv",
         )
-        _not_negative("model", init_scale=self.init_scale)
+        not_negative("model", init_scale=self.init_scale)
 
 
 @dataclass(frozen=True)
@@ -86,7 +100,7 @@ class DataConfig:
     Args:
         name: peaks (generated) | peaks_files (four .dat files in `root`) | hyperspectral (a scene: two .mat files in
             `root`) | spectra (a table of spectra and its labels: two .mat files in `root`) | mnist (four idx files,
-            gzip or not, in `root`).
+            gzip or not, in `root`) | cifar10, cifar100 (the python version's batches in `root`).
         root: folder of the data files.
         train_samples: training samples in all; null: all there are (peaks: 5000). peaks: equally many per class;
             the others: a subset drawn by the seed that keeps the shares of the classes, of all training samples
@@ -100,9 +114,13 @@ class DataConfig:
         train_fraction: hyperspectral, spectra: share of every class's labelled samples that is trained on; the rest
             validates.
         batch_size: samples per step; null is the full batch.
+        augment: none, or crop_flip: training images are shifted by up to 4 pixels and mirrored at random, by (seed,
+            epoch, sample).
+        held_out: cifar10, cifar100: validate on training images that are not trained on (validation_samples of them)
+            and leave the test images alone, for choosing settings.
     """
 
-    name: Literal["peaks", "peaks_files", "hyperspectral", "spectra", "mnist"] = "peaks"
+    name: Literal["peaks", "peaks_files", "hyperspectral", "spectra", "mnist", "cifar10", "cifar100"] = "peaks"
     root: str | None = None
     train_samples: int | None = None
     validation_samples: int | None = None
@@ -112,120 +130,31 @@ class DataConfig:
     ground_truth_variable: str | None = None
     train_fraction: float = 0.5
     batch_size: int | None = None
+    augment: Literal["none", "crop_flip"] = "none"
+    held_out: bool = False
 
     def __post_init__(self) -> None:
-        _positive("data", train_samples=self.train_samples, validation_samples=self.validation_samples)
-        _positive("data", batch_size=self.batch_size)
-        _require(
+        require(
+            not self.held_out or self.name in ("cifar10", "cifar100"),
+            f"data.held_out is for cifar10 and cifar100, not for {self.name}; leave it out",
+        )
+        require(
+            self.augment == "none" or self.name in ("mnist", "cifar10", "cifar100"),
+            f"data.augment crop_flip is for images, not for {self.name}; set it to none",
+        )
+        positive("data", train_samples=self.train_samples, validation_samples=self.validation_samples)
+        positive("data", batch_size=self.batch_size)
+        require(
             0 < self.train_fraction < 1, f"data.train_fraction is {self.train_fraction}; it must lie between 0 and 1"
         )
-        _require(
+        require(
             self.name == "peaks" or self.root is not None, f"data.name {self.name} reads files; give --data.root FOLDER"
         )
         if self.name in ("hyperspectral", "spectra"):
-            _require(
+            require(
                 self.cube is not None and self.ground_truth is not None,
                 f"data.name {self.name} needs data.cube and data.ground_truth (.mat file names in data.root)",
             )
-
-
-@dataclass(frozen=True)
-class MGRIT:
-    """Multigrid over the layers, for the forward and the adjoint direction (Günther et al. 2020).
-
-    Args:
-        levels: grids, the finest included; 1 is serial propagation.
-        coarsening: c; every c-th point of a level makes the next; one number or one per level.
-        relaxation: F, FCF, FCFCF, ...; one word or one per level.
-        c_weight: weight w of C-relaxation, new = w C + (1 - w) old; one number or one per level.
-        cycle: V, or F (a V-cycle follows on every level on the way up).
-        forward_iterations: iterations of every forward solve; null iterates to the tolerance.
-        adjoint_iterations: the same for the adjoint solve.
-        tolerance: absolute bound on the residual norm sqrt(sum over C-points ||r||^2 / batch).
-        relative_tolerance: the same relative to the norm of the states. With neither given and no fixed
-            iterations, 1e-12 in float64 and 1e-5 otherwise, relative.
-        max_iterations: cap when iterating to a tolerance.
-        initial_guess: zero | constant (u_0 everywhere) | coarse (propagate the coarsest grid first; that start
-            counts as iteration 1) | kept (states of the solve before, for the same batch; cold: `coarse`).
-        skip_first_down: start every solve from the coarsest grid; the same as initial_guess coarse.
-        min_coarse: coarsen no further once a level would have fewer points than this.
-        storage: all points | c_points (recompute the F-points in the adjoint; memory for time).
-        batching: relax the j-th layers of all of a rank's intervals in one call: on | off | auto (measured once at
-            the start, for all ranks, and kept: the resolved configuration lists on or off per level).
-        adjoint: settings of the adjoint direction that differ, by name (levels, coarsening, relaxation, c_weight,
-            cycle, tolerance, relative_tolerance, max_iterations, initial_guess).
-    """
-
-    levels: int = 2
-    coarsening: int | list[int] = 4
-    relaxation: str | list[str] = "F"
-    c_weight: float | list[float] = 1.0
-    cycle: Literal["V", "F"] = "V"
-    forward_iterations: int | None = None
-    adjoint_iterations: int | None = None
-    tolerance: float | None = None
-    relative_tolerance: float | None = None
-    max_iterations: int = 100
-    initial_guess: InitialGuess = "kept"
-    skip_first_down: bool = False
-    min_coarse: int = 2
-    storage: Literal["all", "c_points"] = "all"
-    batching: Literal["auto", "on", "off"] | list[Literal["on", "off"]] = "off"
-    adjoint: dict[str, int | float | str | list[int] | list[float] | list[str] | None] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        _positive(
-            "mgrit",
-            levels=self.levels,
-            forward_iterations=self.forward_iterations,
-            adjoint_iterations=self.adjoint_iterations,
-        )
-        _positive(
-            "mgrit",
-            tolerance=self.tolerance,
-            relative_tolerance=self.relative_tolerance,
-            max_iterations=self.max_iterations,
-        )
-        _require(self.min_coarse >= 2, f"mgrit.min_coarse is {self.min_coarse}; a level needs 2 points or more")
-        for c in self.coarsening if isinstance(self.coarsening, list) else [self.coarsening]:
-            _require(c >= 2, f"mgrit.coarsening is {c}; it must be 2 or more")
-        for r in self.relaxation if isinstance(self.relaxation, list) else [self.relaxation]:
-            _require(
-                set(r[1::2]) <= {"C"} and set(r[::2]) == {"F"} and len(r) % 2 == 1,
-                f"mgrit.relaxation is {r!r}; it must be F, FCF, FCFCF, ...",
-            )
-        for w in self.c_weight if isinstance(self.c_weight, list) else [self.c_weight]:
-            _require(0 < w <= 2, f"mgrit.c_weight is {w}; it must lie in (0, 2]")
-        allowed = {
-            "levels",
-            "coarsening",
-            "relaxation",
-            "c_weight",
-            "cycle",
-            "tolerance",
-            "relative_tolerance",
-            "max_iterations",
-            "initial_guess",
-        }
-        unknown = sorted(set(self.adjoint) - allowed)
-        _require(
-            not unknown,
-            f"mgrit.adjoint has the unknown key {unknown[0] if unknown else ''!r}; known: {', '.join(sorted(allowed))}",
-        )
-        if self.adjoint:
-            self.for_adjoint()
-        for key in ("levels", "coarsening"):
-            own = getattr(self, key)
-            _require(
-                self.storage == "all" or self.adjoint.get(key, own) == own,
-                f"mgrit.storage c_points needs the same {key} in both directions; drop mgrit.adjoint.{key}",
-            )
-
-    def for_adjoint(self) -> MGRIT:
-        """The settings with `adjoint` applied."""
-        from dataclasses import replace
-
-        return replace(self, **self.adjoint, adjoint={})  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -243,6 +172,10 @@ class OptimConfig:
         classifier_tikhonov: gamma_class: gamma/2 ||theta_closing||^2.
         ddt: gamma_ddt: gamma/2 sum_{i>=1} ||(theta_i - theta_{i-1})/h||^2.
         clip_norm: largest global gradient norm; null: no clipping.
+        decay_epochs: epochs after which the learning rate is multiplied by `decay`; not for lbfgs.
+        decay: that factor.
+        decay_epochs: epochs after which the learning rate is multiplied by `decay`; not for lbfgs.
+        decay: that factor.
     """
 
     name: Literal["lbfgs", "sgd", "adam", "adamw", "rmsprop", "adagrad"] = "adam"
@@ -255,17 +188,26 @@ class OptimConfig:
     classifier_tikhonov: float = 0.0
     ddt: float = 0.0
     clip_norm: float | None = None
+    decay_epochs: list[int] = field(default_factory=list)
+    decay: float = 0.1
 
     def __post_init__(self) -> None:
-        _positive(
+        require(
+            not self.decay_epochs or self.name != "lbfgs",
+            "optim.decay_epochs is for optimisers with a learning rate; lbfgs searches its step",
+        )
+        for epoch in self.decay_epochs:
+            require(epoch > 0, f"optim.decay_epochs has {epoch}; epochs must be greater than 0")
+        positive("optim", decay=self.decay)
+        positive(
             "optim",
             lr=self.lr,
             memory=self.memory,
             line_search_trials=self.line_search_trials,
             clip_norm=self.clip_norm,
         )
-        _not_negative("optim", momentum=self.momentum, weight_decay=self.weight_decay, tikhonov=self.tikhonov)
-        _not_negative("optim", classifier_tikhonov=self.classifier_tikhonov, ddt=self.ddt)
+        not_negative("optim", momentum=self.momentum, weight_decay=self.weight_decay, tikhonov=self.tikhonov)
+        not_negative("optim", classifier_tikhonov=self.classifier_tikhonov, ddt=self.ddt)
 
 
 @dataclass(frozen=True)
@@ -283,7 +225,7 @@ class ParallelConfig:
     malloc: bool = False
 
     def __post_init__(self) -> None:
-        _positive("parallel", threads=self.threads)
+        positive("parallel", threads=self.threads)
 
 
 @dataclass(frozen=True)
@@ -297,6 +239,16 @@ class RunConfig:
         checkpoint_every: steps between checkpoints; 0: only at the end.
         keep: newest checkpoints kept.
         resume: auto (newest valid checkpoint of `out`, if any) | never | a checkpoint file.
+        on_save_error: a checkpoint that cannot be written (full disk, quota, read-only or failing file system):
+            stop ends the run at once with exit code 1, and nothing but the work since the last checkpoint is lost;
+            continue warns and tries again at the next one, and fails only where the last one fails too.
+        async_save: off: all ranks wait until a checkpoint is written; thread: a copy in memory is written by a
+            background thread (needs an MPI that grants THREAD_MULTIPLE; else as step); step: the copy is written in
+            parts between the steps that follow. Never two at once. The last one of a run is always waited for.
+        stall_s: seconds that a step, a part of an evaluation or a save may take; then every rank prints its Python
+            stack and its last messages, and the run ends with exit code 1; null: no limit.
+        stop_margin_s: under SLURM the run stops with a checkpoint this many seconds before the end of the job's time,
+            and sooner by two of its longest steps and its longest save.
         log_level: DEBUG | INFO | WARNING.
         trace: write trace.json, a Chrome trace with one row per rank.
         plots: draw PNG pictures at the end.
@@ -308,13 +260,18 @@ class RunConfig:
     checkpoint_every: int = 50
     keep: int = 2
     resume: str = "never"
+    on_save_error: Literal["stop", "continue"] = "stop"
+    async_save: Literal["off", "thread", "step"] = "off"
+    stall_s: float | None = None
+    stop_margin_s: float = 30.0
     log_level: Literal["DEBUG", "INFO", "WARNING"] = "INFO"
     trace: bool = False
     plots: bool = True
 
     def __post_init__(self) -> None:
-        _not_negative("run", steps=self.steps, eval_every=self.eval_every, checkpoint_every=self.checkpoint_every)
-        _positive("run", keep=self.keep)
+        not_negative("run", steps=self.steps, eval_every=self.eval_every, checkpoint_every=self.checkpoint_every)
+        positive("run", keep=self.keep, stall_s=self.stall_s)
+        not_negative("run", stop_margin_s=self.stop_margin_s)
 
 
 @dataclass(frozen=True)
@@ -326,6 +283,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     mgrit: MGRIT = field(default_factory=MGRIT)
+    fdg: FDGConfig = field(default_factory=FDGConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     run: RunConfig = field(default_factory=RunConfig)

@@ -17,7 +17,12 @@ from lpnet.config import Config
 from lpnet.configkeys import Entry, expected, known_keys, sections, typed, unknown_key
 from lpnet.errors import ConfigError, UsageError
 
-UNUSED_SECTIONS: dict[str, tuple[str, ...]] = {"serial": ("mgrit",), "mgrit": ()}
+UNUSED_SECTIONS: dict[str, tuple[str, ...]] = {
+    "serial": ("mgrit", "fdg"),
+    "mgrit": ("fdg",),
+    "fdg": ("mgrit",),
+    "pipeline": ("mgrit",),
+}
 """Sections that a method does not read."""
 
 ALIASES = {"resume": "run.resume"}

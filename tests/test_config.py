@@ -157,7 +157,7 @@ def test_every_key_has_a_line_in_the_help() -> None:
             assert f"  --{key}\n" in text
     words = " ".join(text.split())
     assert "grids, the finest included; 1 is serial propagation. (a whole number; default 2)" in words
-    assert "(one of serial, mgrit; default serial)" in words
+    assert "(one of serial, mgrit, fdg, pipeline; default serial)" in words
     assert all(field.name in known_keys() or f"{field.name}." in text for field in fields(Config))
 
 
@@ -172,7 +172,10 @@ def test_every_key_has_a_line_in_the_help() -> None:
         (["--levels", "2"], "--levels is not a known key; did you mean --mgrit.levels?"),
         (["--run.step", "2"], "--run.step is not a known key; did you mean --run.steps?"),  # no abbreviations
         (["--resum", "auto"], "--resum is not a known key; did you mean --resume?"),
-        (["--xyzzy", "2"], "--xyzzy is not a known key; known: data, method, mgrit, model, optim, parallel, run, seed"),
+        (
+            ["--xyzzy", "2"],
+            "--xyzzy is not a known key; known: data, fdg, method, mgrit, model, optim, parallel, run, seed",
+        ),
         (["--run.xyzzy", "2"], "--run.xyzzy is not a known key; known: run.out, run.steps,"),
         (["--mgrit.coarsening+", "2"], "did you mean --mgrit.coarsening?"),
         (["-o", "x"], "-o is not a known key"),

@@ -133,6 +133,7 @@ def _configured(layout: Layout, config: DataConfig, seed: int, dtype: torch.dtyp
         layout,
         train_samples=config.train_samples,
         validation_samples=config.validation_samples,
+        held_out=config.held_out,
         seed=seed,
         dtype=dtype,
     )

@@ -77,7 +77,7 @@ def load(config: DataConfig, seed: int, dtype: torch.dtype) -> Data:
         DataError: a file is missing, malformed or out of range; names the file and the line, variable or sample.
     """
     # Imported here so that a run on Peaks loads no scipy, and because the readers import this module.
-    from lpnet.data import hyperspectral, mnist, peaks
+    from lpnet.data import cifar, hyperspectral, mnist, peaks
 
     readers = {
         "peaks": peaks.generate,
@@ -85,6 +85,8 @@ def load(config: DataConfig, seed: int, dtype: torch.dtype) -> Data:
         "hyperspectral": hyperspectral.read,
         "spectra": hyperspectral.read_spectra,
         "mnist": mnist.read,
+        "cifar10": cifar.read10,
+        "cifar100": cifar.read100,
     }
     data = readers[config.name](config, seed, dtype)
     check(data.train, data.classes, f"data.name {config.name}, training samples")

@@ -1,8 +1,9 @@
 """The numbers of a checkpoint: every rank writes its rows into the file that rank 0 has built, and reads them back.
 
-Inside MPI-IO an exception on one rank cannot be told to the others, which wait for it in a collective write; it
-aborts the job with its traceback. The reverse happens too: Open MPI 4.1 reports nothing when the disk is full, so
-that only the rows read back tell.
+All ranks write at once through MPI-IO, each its own block: the blocks are contiguous, so collective transfers would
+only shuffle them, and a rank that fails in the midst of one strands the others. So an error stays with its rank until
+all have closed the file, and is told then. Some MPI-IO layers report no error at all (OMPIO of Open MPI 4.1 on a full
+disk): only the rows read back tell.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from lpnet.io.verify import open_file
 if TYPE_CHECKING:
     from lpnet.parallel.comm import Comm
 
-BYTES_PER_WRITE = 256 << 20  # of one rank in one collective write; MPI-IO counts bytes in 32 bits
+BYTES_PER_WRITE = 256 << 20  # of one rank in one write; MPI-IO counts bytes in 32 bits
 
 
 def write_alone(path: Path, entries: Sequence[Entry]) -> None:
@@ -56,48 +57,46 @@ def _abort_guard(comm: Comm, path: Path) -> Iterator[None]:
 
 
 def write_together(path: Path, comm: Comm, items: Mapping[str, Item], entries: Sequence[Entry]) -> None:
-    """All ranks' parts through MPI-IO. Collective over comm; nothing is allocated or converted in here."""
+    """All ranks' parts through MPI-IO. Collective over comm: all ranks open and close the file together.
+
+    Raises:
+        OSError, RuntimeError: on this rank only; the file is closed, and the ranks can agree.
+    """
     import h5py
 
     mine = {entry.name: entry for entry in entries}
+    failed: Exception | None = None
     with _abort_guard(comm, path):
         # no `with`: its exit is collective and would wait for ranks that are not coming
         file = h5py.File(path, "r+", driver="mpio", comm=comm.mpi)
+    try:
         for name, item in items.items():
-            if item.dataset.nbytes == 0:
-                continue
-            if item.dataset.stacked:
-                _write_rows(file[name].id, item, mine.get(name))
-            elif item.owners[0][0] == comm.rank:
-                file[name][...] = mine[name].array
+            entry = mine.get(name)
+            if entry is not None and entry.array is not None and item.dataset.nbytes:
+                _write_rows(file[name].id, entry, entry.array)
+    except Exception as error:
+        failed = error
+    with _abort_guard(comm, path):
         file.close()
+    if failed is not None:
+        raise failed
 
 
-def _write_rows(dataset: Any, item: Item, entry: Entry | None) -> None:
-    """One stacked dataset. Collective: equally many calls on every rank, an empty selection where nothing is left."""
+def _write_rows(dataset: Any, entry: Entry, array: np.ndarray) -> None:
+    """This rank's part of one dataset, in pieces that MPI-IO can count. No communication."""
     from h5py import h5fd, h5p, h5s
 
-    row_bytes = max(item.dataset.nbytes // item.dataset.shape[0], 1)
-    step = max(BYTES_PER_WRITE // row_bytes, 1)
-    calls = max(-(-(hi - lo) // step) for _, lo, hi in item.owners)
     transfer = h5p.create(h5p.DATASET_XFER)
-    transfer.set_dxpl_mpio(h5fd.MPIO_COLLECTIVE)
-    empty = np.empty(0, dtype=schema.STORED[item.dataset.dtype])
-    lo, hi = entry.rows if entry is not None and entry.rows is not None else (0, 0)
-    array = entry.array if entry is not None and entry.array is not None else empty
-    for call in range(calls):
-        first, last = min(call * step, hi - lo), min((call + 1) * step, hi - lo)
+    transfer.set_dxpl_mpio(h5fd.MPIO_INDEPENDENT)
+    if entry.rows is None:
+        dataset.write(h5s.ALL, h5s.ALL, array, dxpl=transfer)
+        return
+    step = max(BYTES_PER_WRITE // max(array.nbytes // max(len(array), 1), 1), 1)
+    for first in range(0, len(array), step):
+        part = array[first : first + step]
         file_space = dataset.get_space()
-        if first == last:
-            memory_space = h5s.create_simple((1,))
-            memory_space.select_none()
-            file_space.select_none()
-            part = empty
-        else:
-            part = array[first:last]
-            memory_space = h5s.create_simple(part.shape)
-            file_space.select_hyperslab((lo + first, *(0,) * (part.ndim - 1)), part.shape)
-        dataset.write(memory_space, file_space, part, dxpl=transfer)
+        file_space.select_hyperslab((entry.rows[0] + first, *(0,) * (part.ndim - 1)), part.shape)
+        dataset.write(h5s.create_simple(part.shape), file_space, part, dxpl=transfer)
 
 
 def read_back(path: Path, entries: Sequence[Entry]) -> None:

@@ -2,13 +2,13 @@
 
     all     prepare arrays and checksums, agree                          no file yet
     rank 0  NAME.partial: groups, datasets, attributes, space allocated  serial HDF5
-    all     stacked datasets together by rows, whole ones by their owner MPI-IO, or rank by rank
+    all     every rank its rows                                          MPI-IO, or rank by rank
     all     fsync; read the own rows back and compare their checksums
     rank 0  sidecar, rename, `latest`, remove old files                  the file exists from the rename on
 
-Everything outside MPI-IO may fail on any rank: the ranks agree after each line and all raise the same error.
-Inside MPI-IO they cannot (a rank that leaves a collective write strands the others), so an exception there
-aborts the job with its traceback (see `checkpoint_rows`). So the space is taken before, by rank 0.
+Any line may fail on any rank: the ranks agree after each, and all raise the same error (see `checkpoint_rows` for what
+MPI-IO needs). `stages` hands out the work between two messages, so that a save can be made in parts between the steps
+of a training, each part on a thread of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import datetime
 import errno
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -101,30 +101,76 @@ def write(
     writer: Writer = "auto",
 ) -> Path:
     """`save` of entries prepared before, of a snapshot say. Collective over comm; arguments and errors as `save`."""
+    parts = stages(folder, comm, step=step, entries=entries, attributes=attributes, keep=keep, writer=writer)
+    outcome: Outcome | None = None
+    while True:
+        try:
+            outcome = attempt(parts.send(outcome) if outcome is not None else next(parts))
+        except StopIteration as finished:
+            path: Path = finished.value
+            return path
+
+
+Work = Callable[[], object]
+Outcome = tuple[object, Exception | None]
+
+
+def attempt(work: Work) -> Outcome:
+    """Run work that `stages` has handed out: its value, or the error it met. No communication."""
+    try:
+        return work(), None
+    except Exception as error:
+        return None, error
+
+
+def stages(
+    folder: str | Path,
+    comm: Comm,
+    *,
+    step: int,
+    entries: Sequence[Entry],
+    attributes: Mapping[str, Attribute],
+    keep: int = 2,
+    writer: Writer = "auto",
+) -> Generator[Work, Outcome, Path]:
+    """`write` in parts: yields work without messages, takes its outcome (see `attempt`), returns the path in the end.
+
+    Collective over comm whenever it is gone on with; equally many parts on every rank. Arguments and errors as `save`.
+    """
     folder = Path(folder)
     if keep < 1:
         raise SaveError(f"keep is {keep}; at least one checkpoint is kept")
     final = folder / schema.file_name(step)
     headers = comm.gather_objects((step, _has_mpio(comm), [entry.header() for entry in entries]))
+    root = comm.rank == 0
     try:
         plan, checksums = on_root(comm, lambda: _plan(final, comm, headers or [], writer))
-        on_root(comm, lambda: _saving(plan, lambda: _build(plan, comm, checksums, attributes)))
+        yield from _alone(comm, plan, lambda: _build(plan, comm, checksums, attributes), root)
         if plan.mpio:
-            write_together(plan.partial, comm, plan.items, entries)
+            comm.together(lambda: _saving(plan, lambda: write_together(plan.partial, comm, plan.items, entries)))
         else:
             for turn in range(comm.size):
-                mine = entries if turn == comm.rank else ()
-                comm.together(partial(_saving, plan, partial(write_alone, plan.partial, mine)))
-        comm.together(lambda: _saving(plan, lambda: read_back(plan.partial, entries)))
-        on_root(comm, lambda: _saving(plan, lambda: publish(plan.partial, plan.final)))
+                yield from _alone(comm, plan, lambda: write_alone(plan.partial, entries), turn == comm.rank)
+        yield from _alone(comm, plan, lambda: read_back(plan.partial, entries))
+        yield from _alone(comm, plan, lambda: _finish(plan, folder, keep), root)
     except Exception:
-        if comm.rank == 0:
+        if root:
             with suppress(OSError):
                 final.with_name(final.name + PARTIAL).unlink()
         raise
-    if comm.rank == 0:
-        tidy(folder, step, keep)
     return final
+
+
+def _finish(plan: _Plan, folder: Path, keep: int) -> None:
+    """Rank 0: the file gets its name, and old ones go."""
+    publish(plan.partial, plan.final)
+    tidy(folder, plan.step, keep)
+
+
+def _alone(comm: Comm, plan: _Plan, work: Work, mine: bool = True) -> Generator[Work, Outcome, None]:
+    """Hand out work, on some ranks only, and agree on its outcome. Collective over comm."""
+    _, error = yield partial(_saving, plan, work) if mine else lambda: None
+    comm.agree(error)
 
 
 def _has_mpio(comm: Comm) -> bool:

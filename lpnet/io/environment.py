@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lpnet import __version__
+from lpnet.errors import SaveError
 
 if TYPE_CHECKING:
     from lpnet.parallel.comm import Comm
@@ -147,13 +148,19 @@ def write(folder: str | Path, comm: Comm | None = None, *, name: str = "env.json
     """Write FOLDER/env.json on rank 0. Collective over comm.
 
     Raises:
-        OSError: the file cannot be written; on every rank, as an LpnetError where another met it.
+        SaveError: on every rank; the file cannot be written.
     """
     found = collect(comm)
 
     def save() -> None:
-        if found is not None:
-            (Path(folder) / name).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        if found is None:
+            return
+        path = Path(folder) / name
+        try:
+            path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            remedy = "make room, or give another run.out"
+            raise SaveError(f"{path} cannot be written: {error.strerror}; {remedy}") from error
 
     if comm is None:
         save()

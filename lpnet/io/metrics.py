@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from lpnet.errors import LpnetError
+from lpnet.errors import LpnetError, SaveError
 
 log = logging.getLogger("lpnet.io.metrics")
 NOT_FINITE = "not_finite"
@@ -65,6 +65,9 @@ class MetricsWriter:
         path: the file; its folder exists.
         rank: this rank.
         resume_at: the step a resumed run goes on from, whose row comes again: rows from there on are removed.
+
+    Raises:
+        SaveError: the file cannot be written.
     """
 
     def __init__(self, path: str | Path, *, rank: int = 0, resume_at: int | None = None) -> None:
@@ -73,11 +76,16 @@ class MetricsWriter:
         self._lost = 0
         if rank != 0:
             return
-        if resume_at is not None and self.path.exists():
-            partial = self.path.with_name(self.path.name + ".partial")
-            partial.write_bytes(_rows_before(self.path, resume_at))
-            os.replace(partial, self.path)
-        self._file = self.path.open("ab", buffering=0)
+        try:
+            if resume_at is not None and self.path.exists():
+                partial = self.path.with_name(self.path.name + ".partial")
+                partial.write_bytes(_rows_before(self.path, resume_at))
+                os.replace(partial, self.path)
+            self._file = self.path.open("ab", buffering=0)
+        except OSError as error:
+            raise SaveError(
+                f"{self.path} cannot be written: {error.strerror}; make room, or give another run.out"
+            ) from error
 
     def __enter__(self) -> MetricsWriter:
         return self

@@ -52,7 +52,10 @@ def publish(partial: Path, final: Path) -> None:
 
 
 def tidy(folder: Path, step: int, keep: int) -> None:
-    """Rank 0: remove old checkpoints; one of a later step, damaged or of a run gone on from before it, steps aside."""
+    """Rank 0: remove old checkpoints; one of a later step, damaged or of a run gone on from before it, steps aside.
+
+    What has stepped aside goes once the run has come as far again, and all but the `keep` newest of it.
+    """
     try:
         files = schema.checkpoints_in(folder)
         later = [path for path in files if (schema.step_of(path.name) or 0) > step]
@@ -65,5 +68,12 @@ def tidy(folder: Path, step: int, keep: int) -> None:
             path.unlink()
             with suppress(FileNotFoundError):
                 schema.sidecar_of(path).unlink()
+        aside = {path: schema.step_of(path.name.removesuffix(SUPERSEDED)) for path in folder.glob(f"*{SUPERSEDED}")}
+        newest_first = sorted(
+            ((at, path) for path, at in aside.items() if at is not None), key=lambda pair: pair[0], reverse=True
+        )
+        for number, (at, path) in enumerate(newest_first):
+            if number >= keep or at <= step:
+                path.unlink()
     except OSError as error:
         log.warning("old checkpoints in %s could not be removed: %s", folder, error)

@@ -139,7 +139,12 @@ def _look(path: Path, file: Any, checksums: bool) -> Contents:
             kind, stacked, at = (item.attrs[key] for key in ("dtype", "stacked", "checksum_at"))
             datasets[name] = Dataset(tuple(item.shape), str(kind), bool(stacked), int(at))
 
-    file.visititems(visit)
+    file.visititems(visit)  # goes through no link
+    if not isinstance(file.get(CHECKSUMS, getlink=True), h5py.HardLink):
+        raise CheckpointError(f"{path}: damaged: it has no {CHECKSUMS} of its own")
+    for name in [*datasets, CHECKSUMS]:
+        if not _is_plain(file[name]):
+            raise CheckpointError(f"{path}: refused: {name} lies outside of the file, or in pieces")
     expected = np.asarray(file[CHECKSUMS][...], dtype="<u8")
     if schema.contents_sha256(attributes, datasets, expected) != attributes.get("contents_sha256"):
         raise CheckpointError(f"{path}: damaged: attributes, names or shapes are not those that were written")
@@ -149,6 +154,12 @@ def _look(path: Path, file: Any, checksums: bool) -> Contents:
         if checksums:
             _check_rows(path, file[name], name, dataset, expected)
     return Contents(attributes, datasets)
+
+
+def _is_plain(stored: Any) -> bool:
+    """Whether the numbers are all in the file, as lpnet writes them: no other file is read, no small one unpacks."""
+    outside = stored.external is not None or stored.is_virtual or stored.chunks is not None
+    return not outside and stored.id.get_storage_size() in (0, stored.size * stored.dtype.itemsize)
 
 
 def _check_rows(path: Path, stored: Any, name: str, dataset: Dataset, expected: np.ndarray) -> None:

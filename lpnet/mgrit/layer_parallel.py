@@ -155,6 +155,12 @@ class LayerParallel(torch.nn.Module):
         pool.append(made)
         return made
 
+    def prepare(self, x: Tensor) -> None:
+        """Agree on the shape of the states for a batch like x, and measure what is to be measured. Collective."""
+        with torch.no_grad():
+            _, shape = self._enter(x)
+        self.choose_batching(shape)
+
     def choose_batching(self, shape: tuple[int, ...]) -> tuple[bool, ...]:
         """Per level, whether intervals are relaxed side by side. With `mgrit.batching: auto` the first call measures
         (collective over comm, one reduction); the choice is written to `self.mgrit` and never changes again.
@@ -227,8 +233,7 @@ class LayerParallel(torch.nn.Module):
         return [self._latest.forward_solver] + ([self._latest.adjoint_solver] if self._latest_adjoint else [])
 
     def residual_squares(self) -> np.ndarray:
-        """Squared residuals of the latest forward and, after its backward, adjoint solve: zero where another rank owns
-        the C-point, so that their sum over the ranks does not depend on their number. No communication."""
+        """Squared residuals of the latest forward and adjoint solve, zero at other ranks' C-points. No communication."""
         parts = [solver.pending() for solver in self._latest_solvers()]
         return np.concatenate(parts) if parts else np.zeros(0)
 

@@ -36,11 +36,15 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class LBFGSReport:
-    """One iteration: the step size accepted, trials made, and the reason to stop, if there is one."""
+    """One iteration: the step size accepted, trials made, and the reason to stop, if there is one.
+
+    After an `interrupted` one all is as it was before, and nothing was accepted.
+    """
 
     step_size: float
     trials: int
     stop: str | None = None
+    interrupted: bool = False
 
 
 class Problem(Protocol):
@@ -75,6 +79,7 @@ class LBFGS:
         trials: trials before a line search counts as failed.
         armijo: c1 of the sufficient decrease.
         factor: the step shrinks by this from trial to trial.
+        interrupted: asked after every rejected trial, the same answer on every rank: whether to give up the iteration.
     """
 
     def __init__(
@@ -89,11 +94,13 @@ class LBFGS:
         trials: int = 20,
         armijo: float = 1e-4,
         factor: float = 0.5,
+        interrupted: Callable[[], bool] = lambda: False,
     ) -> None:
         self._shards = trainable(shards)
         self._problem, self._comm = problem, comm
         self.rows = RowSum(self._shards, partition)
         self._lr, self._memory, self._trials, self._armijo, self._factor = lr, memory, trials, armijo, factor
+        self._interrupted = interrupted
         slots = memory + 1  # one more than the pairs kept: a pair without curvature must not cost the oldest one
         self._s = [torch.zeros(slots, *shard.tensor.shape, dtype=shard.tensor.dtype) for shard in self._shards]
         self._y = [torch.zeros_like(s) for s in self._s]
@@ -143,7 +150,7 @@ class LBFGS:
             raise UsageError("call LBFGS.start() once before LBFGS.step()")
         parameters = [shard.tensor for shard in self._shards]
         torch._foreach_copy_(self._before, parameters)
-        done = 0
+        order, done = self._order, 0
         while True:
             newton = bool(self._order)
             slope = self._set_direction()
@@ -158,6 +165,10 @@ class LBFGS:
                     self._take_gradient(pair=True)
                     return LBFGSReport(step_size, done)
                 step_size *= self._factor
+                if self._interrupted():
+                    torch._foreach_copy_(parameters, self._before)
+                    self._order = order
+                    return LBFGSReport(0.0, done, interrupted=True)
             torch._foreach_copy_(parameters, self._before)
             self._order = []
             if not newton:

@@ -7,6 +7,7 @@ done. mpi4py is imported only where a communicator is made, so that importing lp
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,9 @@ import numpy as np
 import torch
 
 from lpnet.errors import LpnetError
+
+living: weakref.WeakSet[Comm] = weakref.WeakSet()
+"""Every communicator of this process, for a report about a stall."""
 
 
 @dataclass
@@ -25,6 +29,19 @@ class Traffic:
     bytes: int = 0
     reductions: int = 0
     broadcasts: int = 0
+    sent: tuple[int, int, int] | None = None
+    """The last message: to which rank, tag, bytes."""
+    posted: tuple[int, int, int] | None = None
+    """The last receive: from which rank, tag, bytes."""
+    collective: str = ""
+    """The last collective, which may still wait."""
+
+    def last(self) -> str:
+        """The last messages in words. No communication."""
+        words = ["last sent {2} bytes to rank {0}, tag {1}".format(*self.sent)] if self.sent else []
+        words += ["last receive {2} bytes from rank {0}, tag {1}".format(*self.posted)] if self.posted else []
+        words += [f"last collective {self.collective}"] if self.collective else []
+        return "; ".join(words) or "no message so far"
 
 
 def _buffer(tensor: torch.Tensor) -> Any:
@@ -50,6 +67,8 @@ class Comm:
         self.rank: int = self._mpi.rank if self._mpi is not None else 0
         self.size: int = self._mpi.size if self._mpi is not None else 1
         self.traffic = Traffic()
+        if self._mpi is not None:
+            living.add(self)
 
     def __repr__(self) -> str:
         return f"Comm(rank={self.rank}, size={self.size})"
@@ -70,11 +89,14 @@ class Comm:
         buffer = _buffer(tensor)
         self.traffic.messages += 1
         self.traffic.bytes += buffer.nbytes
+        self.traffic.sent = (dest, tag, buffer.nbytes)
         return self._mpi.Isend(buffer, dest, tag)
 
     def irecv(self, tensor: torch.Tensor, source: int, tag: int) -> Any:
         """Post the receive of a dense tensor; wait on the returned request before it is read. One message."""
-        return self._mpi.Irecv(_buffer(tensor), source, tag)
+        buffer = _buffer(tensor)
+        self.traffic.posted = (source, tag, buffer.nbytes)
+        return self._mpi.Irecv(buffer, source, tag)
 
     # collectives
 
@@ -89,31 +111,68 @@ class Comm:
 
         out = np.empty_like(values)
         self.traffic.reductions += 1
+        self.traffic.collective = f"sum of {values.size} numbers"
         self._mpi.Allreduce(values, out, op=MPI.SUM)
+        return out
+
+    def isum(self, tensor: torch.Tensor) -> Any:
+        """Start summing a dense float32 or float64 tensor over the ranks, in place. Collective, one reduction.
+
+        Wait on the returned request before it is read or changed. Every rank starts its sums in the same order.
+        """
+        from mpi4py import MPI
+
+        self.traffic.reductions += 1
+        self.traffic.collective = f"started a sum of {tensor.numel()} numbers"
+        _buffer(tensor)
+        return self._mpi.Iallreduce(MPI.IN_PLACE, tensor.detach().reshape(-1).numpy(), op=MPI.SUM)
+
+    def split(self, color: int | None) -> Comm | None:
+        """The ranks that give the same colour, in rank order, as a communicator; None for None. Collective."""
+        if self._mpi is None:
+            return None if color is None else Comm()
+        from mpi4py import MPI
+
+        part = self._mpi.Split(MPI.UNDEFINED if color is None else color, self.rank)
+        if part == MPI.COMM_NULL:
+            return None
+        out = Comm(part)
+        part.Free()
         return out
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> torch.Tensor:
         """Fill a dense tensor on every rank with the root's. Collective."""
         if self._mpi is not None:
             self.traffic.broadcasts += 1
+            self.traffic.collective = f"broadcast from rank {root}"
             self._mpi.Bcast(_buffer(tensor), root=root)
         return tensor
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         """The root's small Python object on every rank (set-up only, never in a step). Collective."""
-        return self._mpi.bcast(value, root=root) if self._mpi is not None else value
+        if self._mpi is None:
+            return value
+        self.traffic.collective = f"broadcast of an object from rank {root}"
+        return self._mpi.bcast(value, root=root)
 
     def gather_objects(self, value: Any, root: int = 0) -> list[Any] | None:
         """Small Python objects of all ranks, in rank order, on the root; None elsewhere. Collective."""
-        return self._mpi.gather(value, root=root) if self._mpi is not None else [value]
+        if self._mpi is None:
+            return [value]
+        self.traffic.collective = f"gather on rank {root}"
+        return self._mpi.gather(value, root=root)  # type: ignore[no-any-return]
 
     def all_gather_objects(self, value: Any) -> list[Any]:
         """Small Python objects of all ranks, in rank order, on every rank. Collective."""
-        return self._mpi.allgather(value) if self._mpi is not None else [value]
+        if self._mpi is None:
+            return [value]
+        self.traffic.collective = "gather on all ranks"
+        return self._mpi.allgather(value)  # type: ignore[no-any-return]
 
     def barrier(self) -> None:
         """Wait for all ranks. Collective."""
         if self._mpi is not None:
+            self.traffic.collective = "barrier"
             self._mpi.Barrier()
 
     def agree(self, error: Exception | None = None) -> None:

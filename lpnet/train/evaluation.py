@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 
-from lpnet.config import MGRIT, Config
+from lpnet.config import MGRIT, RESNETS, Config
 from lpnet.data.samples import load as load_data
 from lpnet.errors import CheckpointError
-from lpnet.mgrit.network import build_network
 from lpnet.nn.models import DTYPES
 from lpnet.parallel.comm import Comm
+from lpnet.train import build
 from lpnet.train.saving import config_of, load_model, open_checkpoint
 
 if TYPE_CHECKING:
     from lpnet.data.samples import Data, Samples
-    from lpnet.mgrit.layer_parallel import LayerParallel
 
 CHUNK = 8192  # samples propagated at once
+VALUES = 1 << 22  # and fewer where they are large: a run is asked to stop, or to show progress, between two parts
 
 
 @dataclass(frozen=True)
@@ -34,20 +35,52 @@ class Scores:
     val_loss: float
 
 
-def score(net: LayerParallel, data: Data) -> Scores:
-    """How well a network does on all samples. Collective over net.comm, one reduction."""
+class Classifier(Protocol):
+    """A network that gives logits on its last rank."""
+
+    @property
+    def comm(self) -> Comm:
+        """Its ranks."""
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank has the logits."""
+
+    def exact_logits(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Logits on the last rank, None elsewhere."""
+
+
+def score(net: Classifier, data: Data, interrupted: Callable[[], bool] | None = None) -> Scores | None:
+    """How well a network does on all samples. Collective over net.comm: one reduction, and one per part if interrupted.
+
+    Args:
+        net: the network.
+        data: training and validation samples.
+        interrupted: asked before every part of the samples on every rank; what one rank answers holds for all.
+
+    Returns:
+        The scores; None where a rank was interrupted.
+    """
     sums = np.zeros(4)
     for k, samples in enumerate((data.train, data.validation)):
-        sums[k], sums[2 + k] = _sums(net, samples)
+        found = _sums(net, samples, interrupted)
+        if found is None:
+            return None
+        sums[k], sums[2 + k] = found
     correct_train, correct_val, loss_train, loss_val = net.comm.sum(sums)
     n, m = len(data.train), len(data.validation)
     return Scores(100 * correct_train / n, 100 * correct_val / m, loss_train / n, loss_val / m)
 
 
-def _sums(net: LayerParallel, samples: Samples) -> tuple[float, float]:
-    """Correct samples and summed loss on the last rank, zeros elsewhere. Neighbour messages only."""
+def _sums(
+    net: Classifier, samples: Samples, interrupted: Callable[[], bool] | None = None
+) -> tuple[float, float] | None:
+    """Correct samples and summed loss on the last rank, zeros elsewhere. Neighbour messages, and as `score` says."""
     correct, loss = 0.0, 0.0
-    for x, y in zip(samples.x.split(CHUNK), samples.y.split(CHUNK), strict=True):
+    size = max(min(CHUNK, VALUES // max(samples.x[0].numel(), 1)), 1)
+    for x, y in zip(samples.x.split(size), samples.y.split(size), strict=True):
+        if interrupted is not None and net.comm.sum(np.array([float(interrupted())]))[0]:
+            return None
         logits = net.exact_logits(x)
         if logits is not None:
             correct += int((logits.argmax(1) == y).sum())
@@ -59,7 +92,7 @@ def _sums(net: LayerParallel, samples: Samples) -> tuple[float, float]:
     return correct, loss
 
 
-def predict(net: LayerParallel, x: torch.Tensor) -> np.ndarray:
+def predict(net: Classifier, x: torch.Tensor) -> np.ndarray:
     """Predicted classes (samples,) on every rank. Collective over net.comm."""
     parts = [net.exact_logits(part) for part in x.split(CHUNK)]
     classes = torch.empty(len(x), dtype=torch.int64)
@@ -88,10 +121,10 @@ def evaluate(path: str | Path, comm: Comm, *, data_root: str | None = None) -> i
             )
         config = exact(config, data_root)
         data = comm.together(lambda: load_data(config.data, config.seed, DTYPES[config.model.dtype]))
-        net = build_network(config, data, comm)
+        net = build.for_evaluation(config, data, comm)
         load_model(checkpoint, net)
         scores = score(net, data)
-        if comm.rank == 0:
+        if comm.rank == 0 and scores is not None:
             print(f"{checkpoint.path}: step {checkpoint.step}")
             for name, samples, accuracy, loss in (
                 ("training", data.train, scores.train_accuracy, scores.train_loss),
@@ -106,4 +139,7 @@ def exact(config: Config, data_root: str | None = None) -> Config:
     data = config.data if data_root is None else replace(config.data, root=data_root)
     model = replace(config.model, initial_parameters=None)
     parallel = replace(config.parallel, partition="uniform")
-    return replace(config, method="mgrit", mgrit=MGRIT(levels=1), model=model, data=data, parallel=parallel)
+    config = replace(config, model=model, data=data, parallel=parallel)
+    if config.method in ("fdg", "pipeline") or config.model.name in RESNETS:
+        return config
+    return replace(config, method="mgrit", mgrit=MGRIT(levels=1))

@@ -8,17 +8,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from lpnet.io import plots
-from lpnet.train.evaluation import predict
+from lpnet.train.evaluation import Classifier, predict
 
 if TYPE_CHECKING:
     from lpnet.data.samples import Data
-    from lpnet.mgrit.layer_parallel import LayerParallel
     from lpnet.train.run_folder import RunFolder
 
 log = logging.getLogger("lpnet.train")
 
 
-def draw(folder: RunFolder, net: LayerParallel, data: Data, *, title: str = "") -> None:
+def draw(folder: RunFolder, net: Classifier, data: Data, *, title: str = "") -> None:
     """Draw what the data allow on rank 0; one that fails costs a warning, not the run. Collective over net.comm."""
     regions = painted = None
     if data.square is not None:

@@ -49,20 +49,24 @@ class Progress:
         if scores is not None:
             self._scores = f", training {scores.train_accuracy:.1f} %, validation {scores.val_accuracy:.1f} %"
         if self._bar is not None:
-            self._bar.set_postfix_str(f"loss {report.loss:.4f}{self._scores}{_residual(report)}", refresh=False)
+            self._bar.set_postfix_str(f"loss {_number(report.loss)}{self._scores}{_residual(report)}", refresh=False)
             self._bar.update()
         elif time.monotonic() - self._last_line > INTERVAL_S:
             self._last_line = time.monotonic()
             log.info(
-                "step %d/%d: loss %.4f, gradient %.2e%s%s, %.3f s/step",
+                "step %d/%d: loss %s%s%s%s, %.3f s/step",
                 step,
                 self._steps,
-                report.loss,
-                report.grad_norm,
+                _number(report.loss),
+                "" if report.grad_norm is None else f", gradient {report.grad_norm:.2e}",
                 self._scores,
                 _residual(report),
                 report.seconds,
             )
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
 
 
 def _residual(report: StepReport) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from lpnet.config import Config
 from lpnet.configfile import to_yaml
-from lpnet.errors import CheckpointError, UsageError
+from lpnet.errors import CheckpointError, LpnetError, SaveError, UsageError
 from lpnet.io import plots
 from lpnet.io.checkpoint import Checkpoint, open_newest
 from lpnet.parallel.comm import Comm
@@ -63,20 +63,31 @@ class RunFolder:
         return cls(path, checkpoint)
 
     def write_config(self, config: Config) -> None:
-        """Write the resolved configuration; one of before that differs steps aside. Rank 0 only; no communication."""
+        """Write the resolved configuration; one of before that differs steps aside. Rank 0 only; no communication.
+
+        Raises:
+            SaveError: it cannot be written.
+        """
         target, text = self.path / CONFIG, to_yaml(config)
-        if target.exists() and target.read_text(encoding="utf-8") != text:
-            number = 1
-            while (aside := self.path / f"config-{number}.yaml").exists():
-                number += 1
-            os.replace(target, aside)
-        target.write_text(text, encoding="utf-8")
+        try:
+            if target.exists() and target.read_text(encoding="utf-8", errors="replace") != text:
+                number = 1
+                while (aside := self.path / f"config-{number}.yaml").exists():
+                    number += 1
+                os.replace(target, aside)
+            target.write_text(text, encoding="utf-8")
+        except OSError as error:
+            remedy = "make room, or give another run.out"
+            raise SaveError(f"{target} cannot be written: {error.strerror}; {remedy}") from error
 
     def row_at(self, step: int) -> dict[str, Any]:
         """The row of a step that a run before wrote to metrics.jsonl; empty where there is none. No communication."""
         if not self.metrics.exists():
             return {}
-        rows = [row for row in plots.read_metrics(self.metrics) if row["step"] == step]
+        try:
+            rows = [row for row in plots.read_metrics(self.metrics) if row["step"] == step]
+        except (LpnetError, ValueError):  # damaged: the writer drops what is no row
+            return {}
         return rows[-1] if rows else {}
 
 

@@ -20,6 +20,7 @@ from lpnet.io.checkpoint import save as write_checkpoint
 from lpnet.optim.select import load_optimizer, optimizer_shards
 from lpnet.parallel.comm import Comm
 from lpnet.parallel.shard import Shard
+from lpnet.train.decoupled import DecoupledNet
 
 if TYPE_CHECKING:
     from lpnet.mgrit.layer_parallel import LayerParallel
@@ -49,7 +50,7 @@ class TorchState:
         net: the network.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, net: LayerParallel) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, net: LayerParallel | DecoupledNet) -> None:
         self._optimizer, self._net = optimizer, net
         self.kind = type(optimizer).__name__
 
@@ -72,7 +73,7 @@ class Loaded(NamedTuple):
 
 def save(
     path: str | Path,
-    net: LayerParallel,
+    net: LayerParallel | DecoupledNet,
     optimizer: torch.optim.Optimizer | Stateful | None = None,
     *,
     step: int,
@@ -97,21 +98,43 @@ def save(
     Raises:
         SaveError: on every rank; the checkpoint before is intact.
     """
-    shards: dict[str, list[Shard]] = {"model": net.shards(), "mgrit": _kept_shards(net)}
+    shards, written = contents(net, optimizer, epoch=epoch, attributes=attributes)
+    return write_checkpoint(path, net.comm, step=step, shards=shards, attributes=written, keep=keep)
+
+
+def contents(
+    net: LayerParallel | DecoupledNet,
+    optimizer: torch.optim.Optimizer | Stateful | None = None,
+    *,
+    epoch: int = 0,
+    attributes: Mapping[str, Attribute] | None = None,
+) -> tuple[dict[str, list[Shard]], dict[str, Attribute]]:
+    """What a checkpoint of this moment holds, in the memory that training goes on to use. Collective over net.comm.
+
+    Returns:
+        Shards by section, and root attributes.
+    """
+    shards: dict[str, list[Shard]] = {"model": net.shards()}
+    if isinstance(net, DecoupledNet):
+        shards["fdg"] = net.flight_shards()
+    else:
+        shards["mgrit"] = _kept_shards(net)
     written: dict[str, Attribute] = {
         "method": "mgrit",
         "epoch": epoch,
-        "layers": net.partition.layers,
+        "layers": net.unit_count if isinstance(net, DecoupledNet) else net.partition.layers,
         **(attributes or {}),
     }
     if optimizer is not None:
         state = _stateful(optimizer, net)
         shards["optim"] = state.shards()
         written["optimizer"] = state.kind
-    return write_checkpoint(path, net.comm, step=step, shards=shards, attributes=written, keep=keep)
+    return shards, written
 
 
-def load(path: str | Path, net: LayerParallel, optimizer: torch.optim.Optimizer | Stateful | None = None) -> Loaded:
+def load(
+    path: str | Path, net: LayerParallel | DecoupledNet, optimizer: torch.optim.Optimizer | Stateful | None = None
+) -> Loaded:
     """Fill a network and its optimiser from a checkpoint of any number of ranks. Collective over net.comm.
 
     Args:
@@ -129,7 +152,10 @@ def load(path: str | Path, net: LayerParallel, optimizer: torch.optim.Optimizer 
         load_model(checkpoint, net)
         if optimizer is not None:
             _load_optimizer(checkpoint, net.comm, _stateful(optimizer, net))
-        _load_kept(checkpoint, net)
+        if isinstance(net, DecoupledNet):
+            _load_flight(checkpoint, net)
+        else:
+            _load_kept(checkpoint, net)
         return Loaded(checkpoint.step, int(checkpoint.attributes.get("epoch", 0)), config_of(checkpoint))
 
 
@@ -154,7 +180,7 @@ def open_checkpoint(path: str | Path, comm: Comm | None = None) -> Checkpoint:
     return found
 
 
-def load_model(checkpoint: Checkpoint, net: LayerParallel) -> None:
+def load_model(checkpoint: Checkpoint, net: LayerParallel | DecoupledNet) -> None:
     """Fill parameters and buffers. Collective over net.comm.
 
     Raises:
@@ -173,7 +199,7 @@ def config_of(checkpoint: Checkpoint) -> Config | None:
     return from_yaml(str(text), f"{checkpoint.path}, attribute config") if text else None
 
 
-def _stateful(optimizer: torch.optim.Optimizer | Stateful, net: LayerParallel) -> Stateful:
+def _stateful(optimizer: torch.optim.Optimizer | Stateful, net: LayerParallel | DecoupledNet) -> Stateful:
     if isinstance(optimizer, torch.optim.Optimizer):
         return TorchState(optimizer, net)
     if not hasattr(optimizer, "shards"):
@@ -226,6 +252,12 @@ def _kept_shards(net: LayerParallel) -> list[Shard]:
             Shard(f"points/{kind}", torch.tensor(order, dtype=torch.int64)) for kind, order in points.items() if order
         ]
     return out
+
+
+def _load_flight(checkpoint: Checkpoint, net: DecoupledNet) -> None:
+    """The work in flight of the same number of modules. Collective over net.comm."""
+    names = [name.removeprefix("fdg/") for name in checkpoint.names("fdg")]
+    net.comm.together(lambda: net.load_flight(names, lambda name: checkpoint.read(f"fdg/{name}")))
 
 
 def _load_kept(checkpoint: Checkpoint, net: LayerParallel) -> None:

@@ -48,17 +48,26 @@ class StepReport:
         seconds: wall time of the step on this rank.
         stop: some rank asked to stop (see `Strategy.stop_requested`).
         finished: reason why the optimiser cannot go on.
+        abandoned: the step was given up to stop early, and all is as it was before.
+        batch: decoupled modules: the newest batch that has finished, whose loss this is; loss and objective are None
+            where none has.
+        staleness: decoupled modules: updates between that batch's forward and its update on this rank.
+        wait_seconds: decoupled modules: time of the step that was waited.
     """
 
-    objective: float
-    loss: float
-    grad_norm: float
+    objective: float | None
+    loss: float | None
+    grad_norm: float | None
     step_size: float
     forward: SolveReport | None = None
     adjoint: SolveReport | None = None
     seconds: float = 0.0
     stop: bool = False
     finished: str | None = None
+    abandoned: bool = False
+    batch: int | None = None
+    staleness: int | None = None
+    wait_seconds: float | None = None
 
 
 class Strategy(Protocol):
@@ -75,6 +84,12 @@ class Strategy(Protocol):
 
     def step(self, samples: Samples, batch: int | None) -> StepReport:
         """One optimisation step on a batch. Collective."""
+
+    def finish(self) -> None:
+        """The last step has been made: nothing may be left in flight. Neighbour messages only."""
+
+    def before_save(self) -> None:
+        """What a checkpoint needs first. Neighbour messages only."""
 
     def shards(self) -> list[Shard]:
         """State of the optimiser. No communication."""
@@ -147,16 +162,33 @@ class _Objective:
         return "all states and parameters are finite"
 
 
-class GradientSteps:
+class _WholeSteps:
+    """Steps that leave nothing in flight."""
+
+    def finish(self) -> None:
+        """Nothing is in flight between steps."""
+
+    def before_save(self) -> None:
+        """A checkpoint can be made after any step."""
+
+
+def rate_factor(config: OptimConfig, step: int, batches: int) -> float:
+    """What the learning rate is multiplied by at a step: `decay` per passed epoch of decay_epochs. No communication."""
+    passed = sum(step >= epoch * batches for epoch in config.decay_epochs)
+    return float(config.decay**passed)
+
+
+class GradientSteps(_WholeSteps):
     """Steps of an optimiser of torch.optim: one reduction each.
 
     Args:
         net: the network.
         config: optimiser and regularisation.
+        batches: per epoch, for the learning rate's decay.
     """
 
-    def __init__(self, net: LayerParallel, config: OptimConfig) -> None:
-        self._net, self._config = net, config
+    def __init__(self, net: LayerParallel, config: OptimConfig, batches: int = 1) -> None:
+        self._net, self._config, self._batches = net, config, batches
         regularization = Regularization(
             net, tikhonov=config.tikhonov, classifier_tikhonov=config.classifier_tikhonov, ddt=config.ddt
         )
@@ -190,6 +222,9 @@ class GradientSteps:
         norm = float(np.sqrt(square))
         if self._config.clip_norm is not None:
             scale_gradients(shards, norm, self._config.clip_norm)
+        rate = self._config.lr * rate_factor(self._config, self.steps, self._batches)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
         with trace.span("optimiser"):
             self._optimizer.step()
         self.steps += 1
@@ -198,7 +233,7 @@ class GradientSteps:
             float(loss + penalty),
             float(loss),
             norm,
-            self._config.lr,
+            rate,
             forward,
             adjoint,
             time.perf_counter() - began,
@@ -219,7 +254,7 @@ class GradientSteps:
         load_optimizer(self._optimizer, self._objective.shards, names, read)
 
 
-class LBFGSSteps:
+class LBFGSSteps(_WholeSteps):
     """Iterations of distributed L-BFGS on one batch, the same in every step (see `Problem` of lpnet.optim.lbfgs).
 
     Line-search trials are solves like any other: with fixed iterations they start from the kept states of the current
@@ -244,6 +279,7 @@ class LBFGSSteps:
             lr=config.lr,
             memory=config.memory,
             trials=config.line_search_trials,
+            interrupted=lambda: self._stop,
         )
         self.kind = "LBFGS"
         self._reports: tuple[SolveReport | None, SolveReport | None] = (None, None)
@@ -265,7 +301,7 @@ class LBFGSSteps:
             report = self._lbfgs.step()
         except NumericsError as error:
             raise self._objective.first_problem("objective or gradient", self.steps, samples) from error
-        self.steps += 1
+        self.steps += not report.interrupted
         return StepReport(
             at.objective,
             at.loss,
@@ -276,6 +312,7 @@ class LBFGSSteps:
             time.perf_counter() - began,
             self._stop,
             report.stop,
+            report.interrupted,
         )
 
     @property
@@ -321,6 +358,6 @@ class LBFGSSteps:
         self._lbfgs.load(read)
 
 
-def make_strategy(net: LayerParallel, config: OptimConfig) -> Strategy:
-    """The strategy of a configuration. No communication."""
-    return LBFGSSteps(net, config) if config.name == "lbfgs" else GradientSteps(net, config)
+def make_strategy(net: LayerParallel, config: OptimConfig, batches: int = 1) -> Strategy:
+    """The strategy of a configuration, with so many batches per epoch. No communication."""
+    return LBFGSSteps(net, config) if config.name == "lbfgs" else GradientSteps(net, config, batches)

@@ -2,34 +2,40 @@
 
 for step in steps:   [evaluate exactly]  ->  strategy.step  ->  metrics row  ->  [checkpoint]
 at the end:          evaluate exactly, last row, checkpoint, pictures, trace
+asked to stop:       last row, checkpoint; heard at every step, trial of a line search and part of an evaluation
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from lpnet.config import Config
 from lpnet.configfile import to_yaml
+from lpnet.data.augment import CropFlip
 from lpnet.data.batches import Batch, BatchOrder
 from lpnet.data.samples import Samples
 from lpnet.data.samples import load as load_data
-from lpnet.errors import ConfigError, UsageError
+from lpnet.errors import ConfigError, LpnetError, NumericsError, SaveError
 from lpnet.io import environment, trace
 from lpnet.io import log as run_log
 from lpnet.io.metrics import MetricsWriter
 from lpnet.io.plots import require_matplotlib
-from lpnet.mgrit.network import build_network
 from lpnet.nn.models import DTYPES
 from lpnet.parallel.comm import Comm
+from lpnet.train import build
 from lpnet.train.evaluation import Scores, evaluate, score
 from lpnet.train.pictures import draw
 from lpnet.train.progress import Progress
 from lpnet.train.run_folder import RunFolder
-from lpnet.train.saving import load, save
-from lpnet.train.strategies import StepReport, make_strategy
+from lpnet.train.saver import Saver
+from lpnet.train.saving import contents, load
+from lpnet.train.stopping import Stopping
+from lpnet.train.strategies import StepReport
+from lpnet.train.watchdog import Watchdog
 
 __all__ = ["EXIT_STOPPED", "Trainer", "evaluate", "train"]
 
@@ -49,6 +55,7 @@ def train(config: Config, comm: Comm) -> int:
         UsageError: on every rank, before any message of the training: a configuration that cannot run, data or a
             checkpoint that cannot be read, a run folder that already holds a run.
         NumericsError: on every rank; loss or gradient is not finite.
+        SaveError: on every rank; a checkpoint cannot be written, and run.on_save_error is stop or it is the last one.
     """
     check(config, comm)
     folder = RunFolder.open(config, comm)
@@ -59,7 +66,11 @@ def train(config: Config, comm: Comm) -> int:
         code = Trainer(config, comm, folder).run()
         if config.run.trace:
             trace.stop()
-            trace.write(folder.path / "trace.json", comm)
+            try:
+                trace.write(folder.path / "trace.json", comm)
+            except (OSError, LpnetError) as error:
+                if comm.rank == 0:
+                    log.warning("%s cannot be written: %s", folder.path / "trace.json", error)
         return code
     finally:
         trace.stop()
@@ -72,11 +83,7 @@ def check(config: Config, comm: Comm) -> None:
     Raises:
         UsageError: on every rank.
     """
-    if config.method == "serial" and comm.size > 1:
-        raise UsageError(
-            f"method serial runs on one rank, and there are {comm.size}; use --method mgrit --mgrit.levels 1 for exact "
-            "propagation over several ranks, or start it without mpirun"
-        )
+    build.check(config, comm.size)
     if config.run.plots:
         require_matplotlib()
 
@@ -96,15 +103,18 @@ class Trainer:
         self.config, self.comm, self.folder = config, comm, folder
         self.data = comm.together(lambda: load_data(config.data, config.seed, DTYPES[config.model.dtype]))
         self.order = BatchOrder(
-            len(self.data.train), config.data.batch_size, config.seed, "fixed" if keeps_states(config) else "reshuffled"
+            len(self.data.train),
+            config.data.batch_size,
+            config.seed,
+            "fixed" if build.keeps_states(config) else "reshuffled",
         )
         if config.optim.name == "lbfgs" and not self.order.full:
             raise ConfigError(
                 f"optim.name lbfgs needs the full batch of {len(self.data.train)} samples, and data.batch_size is "
                 f"{config.data.batch_size}; set data.batch_size null, or use adam or sgd"
             )
-        self.net = build_network(config, self.data, comm)
-        self.strategy = make_strategy(self.net, config.optim)
+        self.net, self.strategy, self.config = build.build(config, self.data, self.order, comm)
+        self.augment = CropFlip(config.seed) if config.data.augment == "crop_flip" else None
         self.step = 0
         if folder.checkpoint is not None:
             loaded = load(folder.checkpoint.path, self.net, self.strategy)
@@ -114,9 +124,19 @@ class Trainer:
             if loaded.config is not None and not same_batches(loaded.config, config):
                 self.net.forget()
                 log.warning("data or seed differ from those of the checkpoint: its kept states are not used")
-        self._saved_at = self.step if folder.checkpoint is not None else -1
+        run = config.run
+        self.stopping = Stopping(folder.path, rank=comm.rank, margin_s=run.stop_margin_s)
+        self.saver = Saver(
+            folder.checkpoints,
+            comm,
+            keep=run.keep,
+            mode=run.async_save,
+            on_error=run.on_save_error,
+            written=self.step if folder.checkpoint is not None else None,
+        )
+        self.watchdog = Watchdog(run.stall_s, rank=comm.rank, size=comm.size, mpi=comm.mpi)
         environment.write(folder.path, comm)
-        comm.together(lambda: folder.write_config(config) if comm.rank == 0 else None)
+        comm.together(lambda: folder.write_config(self.config) if comm.rank == 0 else None)
 
     def run(self) -> int:
         """Train to run.steps, or until the optimiser is done or a stop is asked for. Collective over comm.
@@ -124,13 +144,22 @@ class Trainer:
         Returns:
             Exit code.
         """
+        with self.watchdog:
+            try:
+                return self._run()
+            except NumericsError:  # on every rank: what is being written still holds finite numbers
+                with suppress(SaveError):
+                    self.saver.finish()
+                raise
+
+    def _run(self) -> int:
         run, comm = self.config.run, self.comm
         parameters = sum(shard.tensor.numel() for shard in self.net.shards())
         self._say(
-            "%d training and %d validation samples, %d layers on %d rank(s), %d parameters on this one, in %s",
+            "%d training and %d validation samples, %s on %d rank(s), %d parameters on this one, in %s",
             len(self.data.train),
             len(self.data.validation),
-            self.net.partition.layers,
+            build.describe(self.net, self.config),
             comm.size,
             parameters,
             self.folder.path,
@@ -139,13 +168,22 @@ class Trainer:
         before = self.folder.row_at(self.step) if comm.rank == 0 else {}
         resume_at = self.step if self.folder.checkpoint is not None or self.folder.metrics.exists() else None
         with (
-            MetricsWriter(self.folder.metrics, rank=comm.rank, resume_at=resume_at) as metrics,
+            comm.together(lambda: MetricsWriter(self.folder.metrics, rank=comm.rank, resume_at=resume_at)) as metrics,
             Progress(run.steps, self.step, rank=comm.rank) as progress,
         ):
             while self.step < run.steps and not stopped:
-                scores = self._score() if run.eval_every and self.step % run.eval_every == 0 else None
+                self.watchdog.beat(f"step {self.step}")
+                failed = self.saver.poll()
+                self.strategy.stop_requested |= self.stopping.begin_step() or failed
+                scores = None
+                if run.eval_every and self.step % run.eval_every == 0:
+                    scores = self._score()
+                    if stopped := scores is None:
+                        break
                 with trace.span("step", step=self.step):
                     report = self.strategy.step(*self._batch(self.order.at(self.step)))
+                if stopped := report.abandoned:
+                    break
                 if report.finished is not None:
                     self._say("stopped at step %d: %s", self.step, report.finished)
                     break
@@ -153,12 +191,22 @@ class Trainer:
                 progress.update(self.step, report, scores)
                 self.step += 1
                 stopped = report.stop
-                if stopped or run.checkpoint_every and self.step % run.checkpoint_every == 0 and self.step < run.steps:
+                due = run.checkpoint_every and self.step % run.checkpoint_every == 0 and self.step < run.steps
+                if due and not stopped:
                     self._save()
-            scores = self._score()
+            if not stopped:
+                self.strategy.finish()
+            self.saver.finish()
+            if self.saver.written != self.step:
+                self._save(last=True)
+            self.saver.close()
+            scores = None if stopped else self._score()
             metrics.write(row(self.step, self.strategy.current, scores))
-        if self._saved_at != self.step:
-            self._save()
+        self.watchdog.stop()
+        if scores is None:
+            self._say("step %d: stopped early in %s, %.1f s", self.step, self.folder.path, time.perf_counter() - began)
+            self.stopping.done()
+            return EXIT_STOPPED
         self._say(
             "step %d: training accuracy %.2f %%, validation accuracy %.2f %%, validation loss %.4f, %.1f s",
             self.step,
@@ -167,7 +215,7 @@ class Trainer:
             scores.val_loss,
             time.perf_counter() - began,
         )
-        if run.plots and not stopped:
+        if run.plots:
             with trace.span("pictures"):
                 draw(
                     self.folder,
@@ -175,17 +223,26 @@ class Trainer:
                     self.data,
                     title=f"{self.config.data.name}, {self.config.method}, step {self.step}",
                 )
-        self._say("%s in %s", "stopped early" if stopped else "done", self.folder.path)
-        return EXIT_STOPPED if stopped else 0
+        self._say("done in %s", self.folder.path)
+        return 0
 
     def _batch(self, batch: Batch) -> tuple[Samples, int | None]:
-        return (self.data.train if self.order.full else self.data.train.take(batch.indices)), batch.id
+        samples = self.data.train if self.order.full else self.data.train.take(batch.indices)
+        if self.augment is not None:
+            samples = Samples(self.augment(samples.x, batch.indices, epoch=batch.epoch), samples.y)
+        return samples, batch.id
 
-    def _score(self) -> Scores:
+    def _score(self) -> Scores | None:
+        """Accuracies; None where a rank was asked to stop."""
+
+        def interrupted() -> bool:
+            self.watchdog.beat(f"an evaluation at step {self.step}")
+            return self.stopping.requested()
+
         with trace.span("evaluate", step=self.step):
-            return score(self.net, self.data)
+            return score(self.net, self.data, interrupted)
 
-    def _save(self) -> None:
+    def _save(self, *, last: bool = False) -> None:
         epoch, position = divmod(self.step, self.order.batches)
         attributes = {
             "method": self.config.method,
@@ -193,18 +250,12 @@ class Trainer:
             "position_in_epoch": position,
             "config": to_yaml(self.config),
         }
+        self.watchdog.beat(f"the checkpoint of step {self.step}")
         with trace.span("save", step=self.step):
-            path = save(
-                self.folder.checkpoints,
-                self.net,
-                self.strategy,
-                step=self.step,
-                epoch=epoch,
-                keep=self.config.run.keep,
-                attributes=attributes,
-            )
-        self._saved_at = self.step
-        self._say("saved %s", path)
+            self.strategy.before_save()
+            shards, written = contents(self.net, self.strategy, epoch=epoch, attributes=attributes)
+            self.saver.save(self.step, shards, written, last=last)
+        self.stopping.saved(self.saver.longest)
 
     def _say(self, message: str, *values: Any) -> None:
         if self.comm.rank == 0:
@@ -216,19 +267,16 @@ def same_batches(one: Config, two: Config) -> bool:
     return one.seed == two.seed and replace(one.data, root=None) == replace(two.data, root=None)
 
 
-def keeps_states(config: Config) -> bool:
-    """Whether solves of fixed iterations start from states kept per batch, so that batches keep their members."""
-    mgrit = config.mgrit
-    fixed = mgrit.forward_iterations is not None or mgrit.adjoint_iterations is not None
-    kept = mgrit.initial_guess == "kept" and not mgrit.skip_first_down
-    return config.method == "mgrit" and mgrit.levels > 1 and fixed and kept
-
-
 def completed(new: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
     """A row with the residuals of the solve that gave its objective, where a run before made that solve."""
     if new["objective"] is None or any(new[key] != before.get(key) for key in ("step", "objective", "grad_norm")):
         return new
     return {key: before.get(key) if value is None and "residuals" in key else value for key, value in new.items()}
+
+
+def decoupled_keys(report: StepReport) -> dict[str, Any]:
+    """What only decoupled modules report: whose loss it is, how stale its gradient was, how long the step waited."""
+    return {"batch": report.batch, "staleness": report.staleness, "wait_seconds": report.wait_seconds}
 
 
 def row(step: int, report: StepReport | None, scores: Scores | None) -> dict[str, Any]:
@@ -240,6 +288,7 @@ def row(step: int, report: StepReport | None, scores: Scores | None) -> dict[str
         "loss": report.loss if report is not None else None,
         "grad_norm": report.grad_norm if report is not None else None,
         "step_size": report.step_size if report is not None else None,
+        **({} if report is None or report.batch is None else decoupled_keys(report)),
         "train_accuracy": scores.train_accuracy if scores is not None else None,
         "val_accuracy": scores.val_accuracy if scores is not None else None,
         "forward_residuals": list(forward.residuals) if forward is not None and forward.residuals else None,

@@ -1,4 +1,4 @@
-"""Kills, aborts and a full disk during a save: whole jobs under mpirun; the checkpoint before stays valid."""
+"""Kills, errors and a full disk during a save: whole jobs under mpirun; the checkpoint before stays valid."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def test_sigkill_during_a_save(mpirun: Mpirun, tmp_path: Path, moment: str, who:
     assert_newest_is(tmp_path, 3)
 
 
-def test_an_exception_inside_mpi_io_aborts_the_job(mpirun: Mpirun, tmp_path: Path) -> None:
+def test_an_exception_inside_mpi_io_is_told_to_all_ranks(mpirun: Mpirun, tmp_path: Path) -> None:
     save(tmp_path, 1)
     status, text = run(mpirun, tmp_path, "write-raise", 1)
-    assert status != 0
-    assert "[lpnet 1/3 ERROR] RuntimeError: came to grief" in text
-    assert "failed during a parallel write; the checkpoint before is intact" in text
+    assert status == 0
+    assert text.count("checkpoint not written: came to grief; step-00000001.h5 is intact") == 3
+    assert not list(tmp_path.glob("*.partial"))
     assert_newest_is(tmp_path, 1)
 
 

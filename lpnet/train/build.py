@@ -1,0 +1,98 @@
+"""The network and the strategy of a configuration, whatever the method."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from lpnet.config import RESNETS, Config
+from lpnet.data.batches import BatchOrder
+from lpnet.errors import ConfigError, UsageError
+from lpnet.mgrit.layer_parallel import LayerParallel
+from lpnet.mgrit.network import build_network
+from lpnet.parallel.comm import Comm
+from lpnet.train.decoupled import DecoupledNet, DecoupledSteps
+from lpnet.train.strategies import Strategy, make_strategy
+
+if TYPE_CHECKING:
+    from lpnet.data.samples import Data
+
+Network = LayerParallel | DecoupledNet
+
+
+def check(config: Config, ranks: int) -> None:
+    """What cannot run is refused before anything is written. No communication.
+
+    Raises:
+        UsageError: on every rank.
+    """
+    method, model = config.method, config.model.name
+    if method == "serial" and ranks > 1:
+        raise UsageError(
+            f"method serial runs on one rank, and there are {ranks}; use --method mgrit --mgrit.levels 1 for exact "
+            "propagation over several ranks, or start it without mpirun"
+        )
+    if method == "mgrit" and model in RESNETS:
+        raise ConfigError(
+            f"method mgrit trains stacks of equal layers (model.name dense or conv), not {model}; "
+            "use method fdg or pipeline"
+        )
+    if method == "mgrit" and config.data.augment != "none" and keeps_states(config):
+        raise ConfigError(
+            "data.augment changes the samples of a batch, and fixed multigrid iterations start from the states the "
+            "same samples had; set data.augment none, or leave mgrit.forward_iterations and adjoint_iterations out"
+        )
+
+
+def keeps_states(config: Config) -> bool:
+    """Whether solves of fixed iterations start from states kept per batch, so that batches keep their members."""
+    mgrit = config.mgrit
+    fixed = mgrit.forward_iterations is not None or mgrit.adjoint_iterations is not None
+    kept = mgrit.initial_guess == "kept" and not mgrit.skip_first_down
+    return config.method == "mgrit" and mgrit.levels > 1 and fixed and kept
+
+
+def is_decoupled(config: Config) -> bool:
+    """Whether units train in modules; else layers in a stack."""
+    return config.method in ("fdg", "pipeline") or config.model.name in RESNETS
+
+
+def build(config: Config, data: Data, order: BatchOrder, comm: Comm) -> tuple[Network, Strategy, Config]:
+    """Network, strategy, and the configuration with every choice that was measured. Collective over comm.
+
+    Args:
+        config: the run.
+        data: samples.
+        order: batches; the first one is what choices are measured on.
+        comm: ranks.
+
+    Raises:
+        UsageError: on every rank: a network that the ranks, the data or the method do not allow.
+    """
+    first = data.train if order.full else data.train.take(order.at(0).indices)
+    if is_decoupled(config):
+        net = DecoupledNet(config, data, comm, example=(first.x, first.y), batches=order.batches)
+        return net, DecoupledSteps(net, config.optim), net.resolved(config)
+    layers = build_network(config, data, comm)
+    if config.method == "mgrit" and config.mgrit.batching == "auto":
+        layers.prepare(first.x)
+        config = replace(config, mgrit=layers.mgrit)
+    return layers, make_strategy(layers, config.optim, order.batches), config
+
+
+def for_evaluation(config: Config, data: Data, comm: Comm) -> Network:
+    """A network to be filled from a checkpoint, on any number of ranks that has enough layers or units. Collective."""
+    if not is_decoupled(config):
+        return build_network(config, data, comm)
+    whole = replace(config.fdg, modules=comm.size, cuts="uniform", schedule="bp")
+    example = data.train.take(torch.arange(1))
+    return DecoupledNet(replace(config, fdg=whole, method="fdg"), data, comm, example=(example.x, example.y), batches=1)
+
+
+def describe(net: Network, config: Config) -> str:
+    """The network and its ranks, in words. No communication."""
+    if isinstance(net, DecoupledNet):
+        return net.describe()
+    return f"{net.partition.layers} layers"

@@ -1,0 +1,270 @@
+"""Decoupled modules and the exact pipeline in the trainer: a network and a strategy with the trainer's interface.
+
+A step is a tick: a batch goes in, and the newest batch that has finished comes back with its loss. Evaluation and
+checkpoints happen at tick boundaries with the work in flight parked or saved; at the end of a run it is drained.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lpnet.config import RESNETS, Config, OptimConfig
+from lpnet.errors import ConfigError
+from lpnet.fdg.compensation import Compensation
+from lpnet.fdg.decoupled import FDG
+from lpnet.fdg.pipeline import Pipeline
+from lpnet.mgrit.network import network_for
+from lpnet.mgrit.serial import SerialNetwork
+from lpnet.nn.models import resnet, resnet_cifar, resnet_mnist, wide_resnet
+from lpnet.optim.select import load_optimizer, optimizer_shards, torch_optimizer
+from lpnet.parallel.shard import Shard
+from lpnet.train.strategies import StepReport, rate_factor
+
+if TYPE_CHECKING:
+    from lpnet.data.samples import Data, Samples
+    from lpnet.parallel.comm import Comm
+
+PART = 512  # samples evaluated at once
+HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def units(config: Config, data: Data) -> torch.nn.Sequential:
+    """The network as a sequence of units with global names, the same on every rank. No communication.
+
+    Raises:
+        UsageError: a depth that the family does not have, or samples that the layers cannot take.
+    """
+    model, shape, classes = config.model, data.train.x.shape[1:], data.classes
+    if model.name in RESNETS and len(shape) != 3:
+        raise ConfigError(
+            f"model.name {model.name} takes images; data.name {config.data.name} has samples {tuple(shape)}"
+        )
+    how = {"seed": config.seed, "classes": classes, "norm": model.norm}
+    if model.name == "resnet_cifar":
+        return resnet_cifar(model.depth, channels=shape[0], **how)  # type: ignore[arg-type]
+    if model.name == "resnet_mnist":
+        return resnet_mnist(model.depth, **how)  # type: ignore[arg-type]
+    if model.name == "resnet":
+        return resnet(model.depth, stem=model.stem, channels=shape[0], **how)  # type: ignore[arg-type]
+    if model.name == "wide_resnet":
+        dropout = model.dropout
+        return wide_resnet(model.depth, model.widen, channels=shape[0], dropout=dropout, **how)  # type: ignore[arg-type]
+    serial = network_for(replace(config, method="serial"), shape, classes).to_serial()
+    assert isinstance(serial, SerialNetwork)
+    parts = OrderedDict(
+        [
+            ("opening", serial.opening),
+            *((f"layer{i}", layer) for i, layer in enumerate(serial.layers)),
+            ("closing", serial.closing),
+        ]
+    )
+    return torch.nn.Sequential(parts)
+
+
+Laid = TypeVar("Laid", Tensor, torch.nn.Sequential)
+
+
+def sample_layout(what: Laid) -> Laid:
+    """A network or images in channels-last layout: several times faster backward on a CPU."""
+    if isinstance(what, Tensor) and what.dim() != 4:
+        return what
+    return what.to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
+
+
+class DecoupledNet:
+    """A cut network as the trainer sees networks.
+
+    Collective over comm when made: cuts by_cost are measured on `example`.
+
+    Args:
+        config: the run.
+        data: samples, for shapes and classes.
+        comm: ranks, one per module; one rank: all modules.
+        example: (samples, labels) to measure cuts on.
+        batches: per epoch, for the learning rate's decay.
+    """
+
+    def __init__(self, config: Config, data: Data, comm: Comm, *, example: tuple[Tensor, Tensor], batches: int) -> None:
+        self._comm, self._config = comm, config
+        network = units(config, data)
+        self.unit_count = len(network)
+        fdg, optim = config.fdg, config.optim
+        dtype = torch.float64 if config.model.dtype == "float64" else torch.float32
+        network = sample_layout(network.to(dtype)) if data.train.x.dim() == 4 else network.to(dtype)
+        self.dtype = dtype
+
+        def optimizer(parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
+            return torch_optimizer(optim, [Shard(str(i), p) for i, p in enumerate(parameters)])
+
+        alone = config.method == "serial"
+        shared = {
+            "comm": comm,
+            "loss": torch.nn.functional.cross_entropy,
+            "optimizer": optimizer,
+            "modules": 1 if alone else fdg.modules,
+            "cuts": "uniform" if alone else fdg.cuts,
+            "scheduler": (lambda made: rate_decay(made, optim, batches)) if optim.decay_epochs else None,
+            "clip_norm": optim.clip_norm,
+            "autocast": torch.bfloat16 if config.model.dtype == "bfloat16" else None,
+            "seed": config.seed,
+            "example": (self.prepare(example[0]), example[1]),
+        }
+        self.inner: FDG | Pipeline
+        if config.method == "pipeline":
+            order, parts = fdg.pipeline_order, fdg.microbatches
+            self.inner = Pipeline(network, micro_batches=parts, order=order, **shared)  # type: ignore[arg-type]
+            return
+        remedies = Compensation(fdg.shrink, fdg.prediction, fdg.spike, fdg.accumulate, fdg.anneal, fdg.nesterov)
+        self.inner = FDG(
+            network,
+            schedule="bp" if alone else fdg.schedule,
+            order=fdg.order,
+            backward=fdg.backward,
+            compensation=Compensation() if alone else remedies,
+            gradient_dtype=HALVES[fdg.gradient_dtype] if fdg.gradient_dtype else None,
+            **shared,  # type: ignore[arg-type]
+        )
+
+    @property
+    def comm(self) -> Comm:
+        """The ranks, one per module."""
+        return self._comm
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank has the logits."""
+        return self.inner.is_last
+
+    def describe(self) -> str:
+        """The network and its cuts, in words. No communication."""
+        inner = self.inner
+        cuts = f"cut before unit {', '.join(map(str, inner.cuts))}" if inner.cuts else "in one piece"
+        return f"{self.unit_count} units in {inner.modules} module(s), {cuts}"
+
+    def resolved(self, config: Config) -> Config:
+        """The configuration with the cuts that were measured. No communication."""
+        if config.method == "serial":
+            return config
+        return replace(config, fdg=replace(config.fdg, modules=self.inner.modules, cuts=self.inner.cuts))
+
+    def prepare(self, x: Tensor) -> Tensor:
+        """Samples in the precision and memory layout of the network."""
+        return sample_layout(x.to(self.dtype)) if x.dim() == 4 else x.to(self.dtype)
+
+    def exact_logits(self, x: Tensor) -> Tensor | None:
+        """Logits in evaluation mode on the last rank, None elsewhere. Neighbour messages only."""
+        parts = [self.inner.predict(self.prepare(part)) for part in x.split(PART)]
+        return torch.cat([part for part in parts if part is not None]) if self.is_last else None
+
+    def shards(self) -> list[Shard]:
+        """Parameters and buffers of this rank's modules. No communication."""
+        return self.inner.shards()
+
+    def flight_shards(self) -> list[Shard]:
+        """The work in flight, for a checkpoint. Neighbour messages only."""
+        return self.inner.state_shards()
+
+    def load_flight(self, names: Sequence[str], read: Callable[[str], Tensor]) -> None:
+        """Take the work in flight over from a checkpoint. Communicates as `read` does."""
+        self.inner.load_state(names, read)
+
+    def kept_state(self) -> Iterator[tuple[str, int, Tensor]]:
+        """No multigrid states are kept."""
+        return iter(())
+
+    def forget(self) -> None:
+        """No multigrid states are kept."""
+
+    def residual_squares(self) -> np.ndarray:
+        """No multigrid residuals."""
+        return np.zeros(0)
+
+
+def rate_decay(
+    optimizer: torch.optim.Optimizer, config: OptimConfig, batches: int
+) -> torch.optim.lr_scheduler.LambdaLR:
+    """The learning rate times `decay` after every epoch of decay_epochs, stepped once per batch. No communication."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda batch: rate_factor(config, batch, batches))
+
+
+class DecoupledSteps:
+    """Ticks of FDG, or steps of the pipeline.
+
+    Args:
+        net: the cut network.
+        config: the optimiser.
+    """
+
+    def __init__(self, net: DecoupledNet, config: OptimConfig) -> None:
+        for key in ("tikhonov", "classifier_tikhonov", "ddt"):
+            if getattr(config, key):
+                raise ConfigError(
+                    f"optim.{key} is a term of method mgrit and serial layers; use optim.weight_decay here"
+                )
+        if config.name == "lbfgs":
+            raise ConfigError(
+                "optim.name lbfgs needs one objective for all layers; use sgd or adam with decoupled modules"
+            )
+        self._net, self._config = net, config
+        self.stop_requested = False
+        self.steps = 0
+        self.kind: str = config.name
+
+    @property
+    def current(self) -> StepReport | None:
+        """Nothing is known between the ticks."""
+        return None
+
+    def step(self, samples: Samples, batch: int | None) -> StepReport:
+        """One tick. Neighbour messages only.
+
+        Raises:
+            NumericsError: on every rank; names module, batch and unit.
+        """
+        began = time.perf_counter()
+        inner = self._net.inner
+        if self.stop_requested:
+            inner.request_stop()
+        report = inner.step(self._net.prepare(samples.x), samples.y)
+        self.steps += 1
+        return StepReport(
+            objective=report.loss,
+            loss=report.loss,
+            grad_norm=report.grad_norm,
+            step_size=inner.lr,
+            seconds=time.perf_counter() - began,
+            stop=report.stop,
+            batch=report.batch,
+            staleness=report.staleness,
+            wait_seconds=report.wait_receive + report.wait_send,
+        )
+
+    def finish(self) -> None:
+        """Drain: every batch lands on every module. Neighbour messages only."""
+        self._net.inner.flush()
+
+    def before_save(self) -> None:
+        """What a checkpoint needs first: `mixed` drains. Neighbour messages only."""
+        self._net.inner.drain_before_save()
+
+    def shards(self) -> list[Shard]:
+        """Slots of the modules' optimisers. No communication."""
+        rank = self._net.comm.rank
+        return [
+            slot
+            for optimizer, shards in self._net.inner.optimizers
+            for slot in optimizer_shards(optimizer, shards, rank=rank)
+        ]
+
+    def load(self, names: Sequence[str], read: Callable[[Shard], Tensor]) -> None:
+        """Take the slots over. Communicates as `read` does."""
+        for optimizer, shards in self._net.inner.optimizers:
+            load_optimizer(optimizer, shards, names, read)
