@@ -18,7 +18,9 @@ from lpnet.mgrit.hierarchy import Hierarchy, direction
 from lpnet.mgrit.problems import AdjointProblem, StateProblem
 from lpnet.mgrit.slots import all_points, c_points_only, rolling
 from lpnet.mgrit.solver import Need, Solver
+from lpnet.nn.context import Context
 from lpnet.nn.kernels import Op
+from lpnet.nn.parts import samples
 from lpnet.nn.stack import LayerStack
 
 Start = Literal["zero", "constant", "coarse", "given"]
@@ -52,7 +54,7 @@ class Propagator:
         stack: LayerStack,
         hierarchy: Hierarchy,
         mgrit: MGRIT,
-        shape: Sequence[int],
+        shape: Sequence[Any],
         *,
         batched: tuple[bool, ...] = (),
         keep: bool = True,
@@ -76,7 +78,7 @@ class Propagator:
         def solver(problem: type[Problem], levels: Hierarchy, settings: MGRIT) -> Solver:
             cycle = Cycle(levels, stack.partition, self.comm.rank, settings, batched)
             bound = problem(self.workspace, cycle, slots, self.comm, stack.h)
-            return Solver(bound, self.comm, batch=shape[0], stop_relative=tolerance)
+            return Solver(bound, self.comm, batch=samples(shape), stop_relative=tolerance)
 
         self.forward_solver = solver(StateProblem, forward, options)
         self._make_adjoint: Callable[[], Solver] = lambda: solver(AdjointProblem, backward, adjoint_options)
@@ -93,19 +95,28 @@ class Propagator:
         return self._adjoint_solver
 
     def forward(
-        self, u0: Tensor | None, *, start: Start, kept: Kept | None = None, iterations: int | None, need: Need = "all"
+        self,
+        u0: Tensor | None,
+        *,
+        start: Start,
+        kept: Kept | None = None,
+        iterations: int | None,
+        need: Need = "all",
+        context: Context | None = None,
     ) -> None:
         """Solve for the states; u0 is (batch, ...) on the first rank. Neighbour messages only.
 
         A constant start broadcasts u0 (collective); a tolerance reduces once per iteration.
         """
         self.stamp = self.stack.engine.refresh()
+        self.workspace.begin(context or Context())
         problem = self.forward_solver.problem
         if self.is_first:
             assert u0 is not None
             self.workspace.pack(u0, problem.value(0))
         self._start(self.forward_solver, start, kept, root=0)
         self.forward_solver.solve(iterations=iterations, coarse_start=start == "coarse", need=need)
+        self.workspace.commit()
 
     def adjoint(self, lam: Tensor | None, *, start: Start, kept: Kept | None = None, iterations: int | None) -> None:
         """Solve for the adjoints, linearised at the latest states; lam is (batch, ...) on the last rank."""

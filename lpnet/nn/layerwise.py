@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lpnet.nn.context import Context
 from lpnet.nn.kernels import Op
 from lpnet.nn.steps import Index, corrected
 
@@ -46,6 +47,12 @@ class LayerwiseWorkspace:
     def one_gradient(self, layer: int, u: int, d: int, h: float) -> list[Op]:
         """Gradients of one layer from what its latest pull has kept."""
         raise NotImplementedError
+
+    def begin(self, context: Context) -> None:
+        """A pass begins."""
+
+    def commit(self) -> None:
+        """The states are found."""
 
     def state(self, slot: Index) -> Tensor:
         """Payload of a state."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lpnet.errors import UsageError
+from lpnet.nn.context import Block, Context
+from lpnet.nn.module_engine import ModuleEngine
 from lpnet.nn.module_step import ModuleStep
 from lpnet.nn.steps import Step
 from lpnet.parallel.comm import as_comm
@@ -59,19 +61,27 @@ class LayerStack(torch.nn.Module):
             )
         self.comm = as_comm(comm)
         self.step: Step = ModuleStep(step) if callable(step) else step
-        self.compute = dtype
+        self.compute, self.seed = dtype, seed
         self.num_layers = num_layers
         self.h = final_time / num_layers
         self.low, self.high = self.partition.block(self.comm.rank)
         kept = torch.float32 if dtype == torch.bfloat16 else dtype
         rows = [self.step.initial(generator_for(seed, "stack", layer=layer)) for layer in range(self.low, self.high)]
-        for name in rows[0]:
-            stacked = torch.stack([row[name] for row in rows]).to(kept)
-            self.register_parameter(name, torch.nn.Parameter(stacked))
+        modules = isinstance(self.step, ModuleStep)
+        transient = self.step.transient() if isinstance(self.step, ModuleStep) else set()
+        for name, first in rows[0].items():
+            stacked = torch.stack([row[name].detach() for row in rows])
+            stacked = stacked.to(kept) if stacked.is_floating_point() else stacked
+            if modules and not isinstance(first, torch.nn.Parameter):
+                self.register_buffer(name, stacked, persistent=name not in transient)
+            else:
+                wanted = first.requires_grad or not modules
+                self.register_parameter(name, torch.nn.Parameter(stacked, requires_grad=wanted))
         self._make_engine()
 
     def _make_engine(self) -> None:
-        self.engine = self.step.engine(dict(self._parameters), self.compute)  # type: ignore[arg-type]
+        tensors: dict[str, Any] = {**self._parameters, **self._buffers}
+        self.engine = self.step.engine(tensors, self.compute, Block(self.low, self.h, self.seed))
 
     @property
     def local_layers(self) -> int:
@@ -99,8 +109,23 @@ class LayerStack(torch.nn.Module):
         return result
 
     def shards(self, prefix: str = "stack") -> list[Shard]:
-        """The local parameters with their global names and rows. No communication."""
+        """The local parameters and buffers with their global names and rows. No communication."""
+        kept = [(n, b) for n, b in self.named_buffers() if n not in self._non_persistent_buffers_set]
         return [
-            Shard(f"{prefix}.{name.replace('/', '.')}", parameter, (self.low, self.high), self.num_layers)
-            for name, parameter in self.named_parameters()
+            Shard(f"{prefix}.{name.replace('/', '.')}", tensor, (self.low, self.high), self.num_layers)
+            for name, tensor in [*self.named_parameters(), *kept]
         ]
+
+    def rehearse(self, shape: Sequence[Any], context: Context) -> None:
+        """Try a state of this shape on the first layer. No communication.
+
+        Raises:
+            UsageError: the layer does not take it, or changes its shape.
+        """
+        if isinstance(self.engine, ModuleEngine):
+            self.engine.rehearse(shape, context)
+
+    def rows_of(self, local: int) -> dict[str, Tensor]:
+        """Copies of the parameters and buffers of one local layer. No communication."""
+        found = [*self.named_parameters(), *self.named_buffers()]
+        return {name: tensor[local].detach().clone() for name, tensor in found}

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from torch import Tensor
 from lpnet.config import Activation
 from lpnet.errors import UsageError
 from lpnet.nn.activations import FUNCTIONS, activate_, pull
+from lpnet.nn.context import Block, Context
 from lpnet.nn.kernels import Op, add, product
 
 Index = int | slice
@@ -32,6 +33,12 @@ class Workspace(Protocol):
     Indices are slots; an int is one of them, a slice several side by side. A payload is what a neighbour gets of a
     state: dense, without constant rows.
     """
+
+    def begin(self, context: Context) -> None:
+        """A pass begins: what all its evaluations see."""
+
+    def commit(self) -> None:
+        """The states are found: buffers take the values of the latest evaluations."""
 
     def state(self, slot: Index) -> Tensor:
         """Payload of a state."""
@@ -83,7 +90,7 @@ class Engine(Protocol):
     def gradients(self) -> dict[str, Tensor]:
         """Gradients of the parameters; new tensors."""
 
-    def workspace(self, shape: Sequence[int], *, state_slots: int, layer_slots: int) -> Workspace:
+    def workspace(self, shape: Sequence[Any], *, state_slots: int, layer_slots: int) -> Workspace:
         """Memory for states of `shape` (batch, ...)."""
 
 
@@ -93,16 +100,18 @@ class Step(Protocol):
     def state_shape(self, batch: int) -> tuple[int, ...] | None:
         """Shape of a state; None where the opening decides."""
 
-    def check(self, shape: Sequence[int]) -> None:
+    def check(self, shape: Sequence[Any]) -> None:
         """Refuse a state that does not fit."""
 
     def initial(self, generator: torch.Generator) -> dict[str, Tensor]:
         """Initial parameters of one layer."""
 
-    def engine(self, parameters: dict[str, Tensor], compute: torch.dtype | None = None) -> Engine:
+    def engine(
+        self, parameters: dict[str, Tensor], compute: torch.dtype | None = None, block: Block | None = None
+    ) -> Engine:
         """Engine of a block of layers, from stacked parameters; F is computed in precision `compute`."""
 
-    def serial_layer(self, parameters: dict[str, Tensor], h: float) -> torch.nn.Module:
+    def serial_layer(self, parameters: dict[str, Tensor], h: float, layer: int = 0) -> torch.nn.Module:
         """One layer as an ordinary torch module."""
 
 
@@ -142,7 +151,7 @@ class DenseStep:
         """Shape of a state."""
         return batch, self.width
 
-    def check(self, shape: Sequence[int]) -> None:
+    def check(self, shape: Sequence[Any]) -> None:
         """Refuse a state that does not fit.
 
         Raises:
@@ -153,11 +162,13 @@ class DenseStep:
                 f"the opening makes a state of shape {tuple(shape)}; the stack needs (batch, {self.width})"
             )
 
-    def engine(self, parameters: dict[str, Tensor], compute: torch.dtype | None = None) -> DenseEngine:
+    def engine(
+        self, parameters: dict[str, Tensor], compute: torch.dtype | None = None, block: Block | None = None
+    ) -> DenseEngine:
         """The fused weights of a block of layers, in the precision of the products."""
         return DenseEngine(self, parameters["weight"], parameters["bias"], compute or parameters["weight"].dtype)
 
-    def serial_layer(self, parameters: dict[str, Tensor], h: float) -> torch.nn.Module:
+    def serial_layer(self, parameters: dict[str, Tensor], h: float, layer: int = 0) -> torch.nn.Module:
         """One layer as an ordinary torch module with parameters of its own."""
         return SerialDenseLayer(self, parameters, h)
 
@@ -216,7 +227,7 @@ class DenseEngine:
             "bias": bias.sum(1, keepdim=True) if self.step.bias == "scalar" else bias.contiguous(),
         }
 
-    def workspace(self, shape: Sequence[int], *, state_slots: int, layer_slots: int) -> DenseWorkspace:
+    def workspace(self, shape: Sequence[Any], *, state_slots: int, layer_slots: int) -> DenseWorkspace:
         """States of `shape` (batch, width)."""
         return DenseWorkspace(self, shape[0], state_slots, layer_slots)
 
@@ -233,6 +244,12 @@ class DenseWorkspace:
         self._lam: Tensor | None = None
         self._d: Tensor | None = None
         self._scratch: dict[tuple[str, int], Tensor] = {}
+
+    def begin(self, context: Context) -> None:
+        """A pass begins; nothing here depends on it."""
+
+    def commit(self) -> None:
+        """No buffers."""
 
     def state(self, slot: Index) -> Tensor:
         """Payload of a state, (width, batch) or (slots, width, batch)."""
