@@ -13,8 +13,10 @@ if TYPE_CHECKING:
     from lpnet.config import MGRIT
     from lpnet.errors import LpnetError, UsageError
     from lpnet.mgrit.layer_parallel import LayerParallel
+    from lpnet.mgrit.refine import refine
     from lpnet.mgrit.serial import gather_state_dict
     from lpnet.nn import models
+    from lpnet.nn.network import Network
     from lpnet.nn.stack import LayerStack
     from lpnet.train.saving import load, save
 
@@ -25,9 +27,11 @@ _HOMES = {
     "LayerParallel": "lpnet.mgrit.layer_parallel",
     "LayerStack": "lpnet.nn.stack",
     "LpnetError": "lpnet.errors",
+    "Network": "lpnet.nn.network",
     "UsageError": "lpnet.errors",
     "gather_state_dict": "lpnet.mgrit.serial",
     "load": "lpnet.train.saving",
+    "refine": "lpnet.mgrit.refine",
     "save": "lpnet.train.saving",
 }
 _MODULES = {"models": "lpnet.nn.models", "nn": "lpnet.nn"}
@@ -37,11 +41,13 @@ __all__ = [
     "LayerParallel",
     "LayerStack",
     "LpnetError",
+    "Network",
     "UsageError",
     "gather_state_dict",
     "load",
     "models",
     "nn",
+    "refine",
     "save",
 ]
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+    from lpnet.nn.network import Network
     from lpnet.nn.stack import LayerStack
 
 
@@ -25,7 +26,7 @@ class DirectSolves:
     """`solve`, `solve_adjoint` and `layer_gradients` of LayerParallel."""
 
     if TYPE_CHECKING:
-        stack: LayerStack
+        stack: LayerStack | Network
         mgrit: MGRIT
         is_last: bool
         _latest: Propagator | None

@@ -29,6 +29,7 @@ from lpnet.mgrit.solver import Solver, SolveReport
 from lpnet.nn import dropout, parts
 from lpnet.nn.context import Context, MaskKey, call, prepared, signature
 from lpnet.nn.module_step import ModuleStep
+from lpnet.nn.network import Network
 from lpnet.nn.stack import LayerStack
 from lpnet.parallel.comm import Comm
 from lpnet.parallel.shard import Shard
@@ -41,7 +42,7 @@ class LayerParallel(DirectSolves, torch.nn.Module):
     With gradients enabled the states are found by multigrid as `mgrit` says; without (evaluation) by exact propagation.
 
     Args:
-        stack: the layers.
+        stack: the layers; or a Network, which brings opening and closing along (also as `network`).
         opening: (batch, ...) to the state (batch, width), or a tuple of tensors; kept on the first rank only.
         closing: state to logits; kept on the last rank only.
         mgrit: settings; fixed iterations need a warm start: `net(x, batch=id)`, the same samples under the same id.
@@ -49,16 +50,35 @@ class LayerParallel(DirectSolves, torch.nn.Module):
     """
 
     def __init__(
-        self, stack: LayerStack, *, opening: torch.nn.Module, closing: torch.nn.Module, mgrit: MGRIT | None = None
+        self,
+        stack: LayerStack | Network | None = None,
+        *,
+        opening: torch.nn.Module | None = None,
+        closing: torch.nn.Module | None = None,
+        mgrit: MGRIT | None = None,
+        network: Network | None = None,
     ) -> None:
         super().__init__()
+        stack = network if stack is None else stack
+        if stack is None or (isinstance(stack, Network) == (opening is not None or closing is not None)):
+            raise UsageError(
+                "LayerParallel takes a LayerStack with opening= and closing=, or a Network, which has both"
+            )
+        if isinstance(stack, Network):
+            opening, closing = stack.take_ends()
+        if opening is None or closing is None:
+            raise UsageError("a LayerStack needs an opening and a closing; give torch.nn.Identity() for none")
         self.stack = stack
         self.mgrit = mgrit or MGRIT()
+        several = isinstance(stack, Network)
+        if several and self.mgrit.levels > 1:
+            self._check_several()
         self.is_first, self.is_last = stack.low == 0, stack.high == stack.num_layers
         self.opening: torch.nn.Module | None = opening.to(stack.dtype) if self.is_first else None
         self.closing: torch.nn.Module | None = closing.to(stack.dtype) if self.is_last else None
-        self.hierarchy = build(stack.num_layers, self.mgrit)
-        self.batched = fixed_choice(self.mgrit)  # None until it is measured
+        self.hierarchy = build(stack.num_layers, self.mgrit, barriers=stack.barriers)
+        # None until it is measured; intervals of different stacks do not lie side by side
+        self.batched = (False,) if several else fixed_choice(self.mgrit)
         self._anchor = torch.zeros((), dtype=stack.dtype, requires_grad=True)
         self._pools: dict[tuple[parts.StateShape, bool], list[Propagator]] = {}
         self._shapes: dict[Any, parts.StateShape] = {}
@@ -69,6 +89,13 @@ class LayerParallel(DirectSolves, torch.nn.Module):
         self._latest: Propagator | None = None
         self._latest_adjoint = False
         self._warned = False
+
+    def _check_several(self) -> None:
+        if self.mgrit.storage != "all" or self.mgrit.initial_guess == "constant":
+            raise UsageError(
+                f"mgrit.storage {self.mgrit.storage} and initial_guess {self.mgrit.initial_guess}: a network of "
+                f"several stacks takes storage all and another guess than constant, as its states differ in shape"
+            )
 
     @property
     def comm(self) -> Comm:
@@ -161,13 +188,13 @@ class LayerParallel(DirectSolves, torch.nn.Module):
             return None
         self._begin_masks(self.opening, -1, x.shape[0], context)
         u0 = call(self.opening, x.to(self.stack.dtype) if x.is_floating_point() else x, context.side)
-        self.stack.step.check(parts.shape_of(u0))
+        self.stack.check(parts.shape_of(u0))
         return u0
 
     def _close(self, last: Tensor, shape: parts.StateShape, context: Context) -> Tensor:
         assert self.closing is not None
         self._begin_masks(self.closing, self.stack.num_layers, parts.samples(shape), context)
-        return cast(Tensor, call(self.closing, parts.split(last, shape), context.side))
+        return cast(Tensor, call(self.closing, parts.split(last, self.stack.final_shape(shape)), context.side))
 
     def _begin_masks(self, module: torch.nn.Module, layer: int, batch: int, context: Context) -> None:
         """Masks of the opening (layer -1) and closing (layer N)."""
@@ -204,8 +231,9 @@ class LayerParallel(DirectSolves, torch.nn.Module):
             shape: of a state, (batch, ...).
         """
         if self.batched is None:
-            alone = isinstance(self.stack.step, ModuleStep)  # its layers run one by one in any case
-            self.batched = (False,) if alone else measure(self.stack, self.hierarchy, self.mgrit, shape)
+            stack = self.stack  # modules run one by one in any case
+            alone = isinstance(stack, Network) or isinstance(stack.step, ModuleStep)
+            self.batched = (False,) if alone else measure(cast(LayerStack, stack), self.hierarchy, self.mgrit, shape)
             self.mgrit = as_setting(self.batched, self.mgrit)
         return self.batched
 
@@ -217,7 +245,7 @@ class LayerParallel(DirectSolves, torch.nn.Module):
         """Moving or converting the parameters makes all states anew."""
         result = super()._apply(fn, recurse)
         self._anchor = torch.zeros(
-            (), dtype=self.stack.dtype, device=next(self.stack.parameters()).device, requires_grad=True
+            (), dtype=self.stack.dtype, device=next(self.parameters(), self._anchor).device, requires_grad=True
         )
         self._pools.clear()
         self._kept.clear()

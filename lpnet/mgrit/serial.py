@@ -59,14 +59,13 @@ def gather_serial(net: LayerParallel) -> SerialNetwork | None:
     """The serial twin on rank 0, None elsewhere. Collective over net.comm."""
     import copy
 
-    block = [net.stack.rows_of(i) for i in range(net.stack.local_layers)]
+    block = net.stack.rows()
     opening = copy.deepcopy(net.opening) if net.opening is not None else None
     closing = copy.deepcopy(net.closing) if net.closing is not None else None
     gathered = net.comm.gather_objects((block, opening, closing))
     if gathered is None:
         return None
-    rows = [tensors for part in gathered for tensors in part[0]]
-    layers = [net.stack.step.serial_layer(tensors, net.stack.h, i) for i, tensors in enumerate(rows)]
+    layers = net.stack.serial_layers([row for part in gathered for row in part[0]])
     twin = SerialNetwork(gathered[0][1], layers, gathered[-1][2], seed=net.stack.seed, key=net._key)
     return twin.train(net.training)
 

@@ -20,14 +20,16 @@ class Block:
     """The place of a rank's layers in the network.
 
     Args:
-        low: global index of the first one.
-        h: step in layer time; layer i has the time i h.
+        low: index of the first one in its stack.
+        h: step in layer time; layer i of a stack has the time i h.
         seed: of the masks of dropout.
+        offset: layers before the stack.
     """
 
     low: int = 0
     h: float = 1.0
     seed: int = 0
+    offset: int = 0
 
 
 @dataclass(frozen=True)

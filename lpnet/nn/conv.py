@@ -290,11 +290,11 @@ class ConvWorkspace(LayerwiseWorkspace):
 
         return [run]
 
-    def pack(self, u: Tensor, out: Tensor) -> None:
+    def pack(self, u: Tensor, out: Tensor, point: int = 0) -> None:
         """Write a state (batch, channels, height, width) into a payload."""
         out.copy_(u.permute(0, 2, 3, 1))
 
-    def unpack(self, payload: Tensor) -> Tensor:
+    def unpack(self, payload: Tensor, point: int = 0) -> Tensor:
         """A payload, or several, as states (..., batch, channels, height, width); a copy."""
         return payload.movedim(-1, -3).clone()
 

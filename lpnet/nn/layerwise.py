@@ -73,6 +73,14 @@ class LayerwiseWorkspace:
         """A new array of `count` payloads."""
         return self.like.new_zeros(count, *self.payload)
 
+    def fitted(self, rows: Tensor, point: int) -> Tensor:
+        """Rows as payloads of a point; all points are alike here."""
+        return rows
+
+    def region(self, point: int) -> int:
+        """All points lie in one array."""
+        return 0
+
     def evaluate(self, layer: Index, u: Index, z: Index) -> list[Op]:
         """z = F(u)."""
         slots = zip(places(layer), places(u), places(z), strict=True)

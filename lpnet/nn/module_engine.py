@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -33,18 +33,26 @@ class ModuleEngine:
         compute: precision of F.
         block: which layers.
         time: call F(u, t).
+        like: dtype, device and number of layers where there are no parameters.
     """
 
     def __init__(
-        self, template: torch.nn.Module, tensors: dict[str, Tensor], compute: torch.dtype, block: Block, *, time: bool
+        self,
+        template: torch.nn.Module,
+        tensors: dict[str, Tensor],
+        compute: torch.dtype,
+        block: Block,
+        *,
+        time: bool,
+        like: Tensor | None = None,
     ) -> None:
         self.parameters = {name: p for name, p in tensors.items() if isinstance(p, torch.nn.Parameter)}
         self.buffers = {name.replace("/", "."): b for name, b in tensors.items() if name not in self.parameters}
         self.compute, self.block = compute, block
-        self.like = next(iter(self.parameters.values())).detach()
+        self.like = next(iter(self.parameters.values())).detach() if like is None else like
         self.template = copy.deepcopy(template).to(self.like.dtype)
         self.dropouts = dropout.dropouts(self.template)
-        self.takes_side = takes(self.template, "side")
+        self.takes_side, self.takes_layer = takes(self.template, "side"), takes(self.template, "layer")
         count = self.like.shape[0]
         self.times = [self.like.new_tensor((block.low + i) * block.h) for i in range(count)] if time else None
         self.gradient = {name: torch.zeros_like(p.detach()) for name, p in self.parameters.items()}
@@ -83,12 +91,14 @@ class ModuleEngine:
         if self.template.training != context.training:
             self.template.train(context.training)
         if self.dropouts:
-            place = {"seed": self.block.seed, "layer": self.block.low + layer, "batch": batch}
+            place = {"seed": self.block.seed, "layer": self.block.offset + self.block.low + layer, "batch": batch}
             dropout.begin(self.dropouts, context.key, masks, **place)
         own = {name: b[layer].clone() if context.training else b[layer] for name, b in self.buffers.items()}
         tensors = {**self.leaves[layer], **own}
         arguments = (state,) if self.times is None else (state, self.times[layer])
         options = {"side": context.side} if self.takes_side else {}
+        if self.takes_layer:
+            options["layer"] = self.block.low + layer
         out = functional_call(self.template, tensors, arguments, options)
         return out, {name: tensors[name] for name in own}  # a buffer that F has replaced is in there too
 
@@ -105,7 +115,8 @@ class ModuleEngine:
             makes = ", ".join(f"{s} {d}" for s, d in found) or f"a {type(out).__name__}"
             state = ", ".join(str(s) for s in wanted)
             raise UsageError(
-                f"layer {self.block.low + layer} makes {makes} of a state {state} {dtype}; F must keep shape and dtype"
+                f"layer {self.block.offset + self.block.low + layer} makes {makes} of a state {state} {dtype}; "
+                f"F must keep shape and dtype"
             )
 
     @torch.no_grad()
@@ -124,7 +135,9 @@ class ModuleEngine:
             raise
         except Exception as error:
             side = "" if context.side is None else " with this side input"
-            raise UsageError(f"layer {self.block.low} cannot take a state {tuple(shape)}{side}: {error}") from error
+            raise UsageError(
+                f"layer {self.block.offset + self.block.low} cannot take a state {tuple(shape)}{side}: {error}"
+            ) from error
         if self.compute == self.like.dtype:
             self.check(0, out, shape, self.like.dtype)
         if not torch.equal(before, torch.random.get_rng_state()):
@@ -138,8 +151,15 @@ class ModuleEngine:
 class ModuleWorkspace(LayerwiseWorkspace):
     """States (slots, *payload) and torch's graph of every layer's latest evaluation."""
 
-    def __init__(self, engine: ModuleEngine, shape: Sequence[Any], state_slots: int, layer_slots: int) -> None:
-        super().__init__(engine.like, parts.payload(shape), state_slots, layer_slots)
+    def __init__(
+        self,
+        engine: ModuleEngine,
+        shape: Sequence[Any],
+        state_slots: int,
+        layer_slots: int,
+        payload: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(engine.like, payload or parts.payload(shape), state_slots, layer_slots)
         self.engine, self.shape = engine, tuple(shape)
         self.is_tuple, self.batch = parts.is_tuple(shape), parts.samples(shape)
         self.graphs: list[tuple[Tensor, Tensor, dict[str, Tensor]] | None] = [None] * layer_slots
@@ -168,19 +188,27 @@ class ModuleWorkspace(LayerwiseWorkspace):
             context = self.context
             with torch.set_grad_enabled(context.graphs), engine.autocast():
                 leaf = state.detach().requires_grad_(context.graphs)
-                given = parts.split(leaf, self.shape) if self.is_tuple else leaf
-                out, buffers = engine.call(layer, given, context, self.masks, self.batch)
-                if engine.compute != state.dtype and isinstance(out, tuple if self.is_tuple else Tensor):
-                    out = tuple(part.to(state.dtype) for part in out) if isinstance(out, tuple) else out.to(state.dtype)
-                if self.is_tuple or getattr(out, "shape", None) != state.shape or out.dtype != state.dtype:
-                    engine.check(layer, out, self.shape, state.dtype)
-                    out = parts.join(out)
+                out, buffers = engine.call(layer, self.opened(leaf), context, self.masks, self.batch)
+                out = self.closed(layer, out, state.dtype)
             graphs[z] = (leaf, out, engine.leaves[layer]) if context.graphs else None
             values[z] = out.detach()
             if buffers and context.training:
                 self.pending[layer] = buffers
 
         return [run]
+
+    def opened(self, leaf: Tensor) -> Any:
+        """A payload as F sees it."""
+        return parts.split(leaf, self.shape) if self.is_tuple else leaf
+
+    def closed(self, layer: int, out: Any, dtype: torch.dtype) -> Tensor:
+        """What F makes, as a payload."""
+        if self.engine.compute != dtype and isinstance(out, tuple if self.is_tuple else Tensor):
+            out = tuple(part.to(dtype) for part in out) if isinstance(out, tuple) else out.to(dtype)
+        if self.is_tuple or getattr(out, "shape", None) != self.shape or out.dtype != dtype:
+            self.engine.check(layer, out, self.shape, dtype)
+            out = parts.join(out)
+        return cast(Tensor, out)
 
     def _graph(self, z: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         graph = self.graphs[z]
@@ -193,7 +221,7 @@ class ModuleWorkspace(LayerwiseWorkspace):
 
         def run() -> None:
             leaf, value, _ = self._graph(z)
-            found = _vjp(value, [leaf], source)[0]
+            found = vjp(value, [leaf], source)[0]
             sources[d] = source
             if found is None:
                 out.copy_(source)
@@ -210,23 +238,23 @@ class ModuleWorkspace(LayerwiseWorkspace):
             source = self.sources[d]
             assert source is not None
             leaves = {name: p for name, p in parameters.items() if p.requires_grad}
-            found = _vjp(value, list(leaves.values()), source)
+            found = vjp(value, list(leaves.values()), source)
             for name, gradient in zip(leaves, found, strict=True):
                 target = self.engine.gradient[name.replace(".", "/")][layer]
                 target.zero_() if gradient is None else torch.mul(gradient, h, out=target)
 
         return [run]
 
-    def pack(self, u: Tensor, out: Tensor) -> None:
+    def pack(self, u: Tensor, out: Tensor, point: int = 0) -> None:
         """Write a state into a payload."""
         out.copy_(u)
 
-    def unpack(self, payload: Tensor) -> Tensor:
+    def unpack(self, payload: Tensor, point: int = 0) -> Tensor:
         """A payload, or several; a copy."""
         return payload.clone()
 
 
-def _vjp(value: Tensor, inputs: list[Tensor], source: Tensor) -> Sequence[Tensor | None]:
+def vjp(value: Tensor, inputs: list[Tensor], source: Tensor) -> Sequence[Tensor | None]:
     """Source times the Jacobian, None where the value does not depend on an input."""
     if not inputs or not value.requires_grad:
         return [None] * len(inputs)

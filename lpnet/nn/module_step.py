@@ -1,6 +1,7 @@
 """Any torch module as the residual function: u + h F(u), with F made once per layer by a factory.
 
-F is called as F(u), F(u, t) where its forward takes `t` (layer time), and with `side=` where it takes that. A state
+F is called as F(u), F(u, t) where its forward takes `t` (layer time), and with `side=` and `layer=` (the index in the
+stack) where it takes those. A state
 that is a tuple of tensors comes as a tuple and goes as one. No communication.
 """
 
@@ -91,16 +92,18 @@ class ModuleStep:
     def serial_layer(self, parameters: dict[str, Tensor], h: float, layer: int = 0) -> torch.nn.Module:
         """One layer as an ordinary torch module with parameters and buffers of its own."""
         module = self.make(0)
-        return SerialModuleLayer(module, parameters, h, layer * h if self.wants_time(module) else None)
+        return SerialModuleLayer(module, parameters, h, layer, with_time=self.wants_time(module))
 
 
 class SerialModuleLayer(torch.nn.Module):
     """u + h F(u) as plain torch."""
 
-    def __init__(self, module: torch.nn.Module, parameters: Mapping[str, Tensor], h: float, time: float | None) -> None:
+    def __init__(
+        self, module: torch.nn.Module, parameters: Mapping[str, Tensor], h: float, layer: int, *, with_time: bool
+    ) -> None:
         super().__init__()
         like = parameters[next(module.named_parameters())[0].replace(".", "/")]
-        self.module, self.h, self.time = module.to(like.dtype), h, time
+        self.module, self.h, self.layer, self.with_time = module.to(like.dtype), h, layer, with_time
         with torch.no_grad():
             for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
                 tensor.copy_(parameters[name.replace(".", "/")])
@@ -108,8 +111,9 @@ class SerialModuleLayer(torch.nn.Module):
     def forward(self, u: Any, side: Any = None) -> Any:
         """One layer."""
         state = u[0] if isinstance(u, tuple) else u
-        more = () if self.time is None else (torch.tensor(self.time, dtype=state.dtype, device=state.device),)
-        value = self.module(u, *more, side=side) if takes(self.module, "side") else self.module(u, *more)
+        more = [torch.tensor(self.layer * self.h, dtype=state.dtype, device=state.device)] if self.with_time else []
+        options = {name: value for name, value in (("side", side), ("layer", self.layer)) if takes(self.module, name)}
+        value = self.module(u, *more, **options)
         if isinstance(u, tuple):
             return tuple(a + self.h * b for a, b in zip(u, value, strict=True))
         return u + self.h * value

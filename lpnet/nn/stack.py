@@ -12,6 +12,7 @@ from lpnet.errors import UsageError
 from lpnet.nn.context import Block, Context
 from lpnet.nn.module_engine import ModuleEngine
 from lpnet.nn.module_step import ModuleStep
+from lpnet.nn.parts import StateShape
 from lpnet.nn.steps import Step
 from lpnet.parallel.comm import as_comm
 from lpnet.parallel.partition import Partition, uniform
@@ -62,7 +63,7 @@ class LayerStack(torch.nn.Module):
         self.comm = as_comm(comm)
         self.step: Step = ModuleStep(step) if callable(step) else step
         self.compute, self.seed = dtype, seed
-        self.num_layers = num_layers
+        self.num_layers, self.offset = num_layers, 0
         self.h = final_time / num_layers
         self.low, self.high = self.partition.block(self.comm.rank)
         kept = torch.float32 if dtype == torch.bfloat16 else dtype
@@ -81,7 +82,17 @@ class LayerStack(torch.nn.Module):
 
     def _make_engine(self) -> None:
         tensors: dict[str, Any] = {**self._parameters, **self._buffers}
-        self.engine = self.step.engine(tensors, self.compute, Block(self.low, self.h, self.seed))
+        self.engine = self.step.engine(tensors, self.compute, Block(self.low, self.h, self.seed, self.offset))
+
+    @property
+    def starts(self) -> dict[str, int] | None:
+        """None: rows are layers of the network."""
+        return None
+
+    @property
+    def barriers(self) -> tuple[int, ...]:
+        """Points that every level keeps: none."""
+        return ()
 
     @property
     def local_layers(self) -> int:
@@ -125,7 +136,35 @@ class LayerStack(torch.nn.Module):
         if isinstance(self.engine, ModuleEngine):
             self.engine.rehearse(shape, context)
 
-    def rows_of(self, local: int) -> dict[str, Tensor]:
-        """Copies of the parameters and buffers of one local layer. No communication."""
+    def check(self, shape: Sequence[Any]) -> None:
+        """Refuse a first state that does not fit. No communication."""
+        self.step.check(shape)
+
+    def final_shape(self, shape: StateShape) -> StateShape:
+        """Shape of the last state; all are alike. No communication."""
+        return shape
+
+    def part(self, low: int, high: int, offset: int) -> LayerStack:
+        """A stack with copies of the rows low..high-1, for a network that begins it after `offset` layers."""
+        part = LayerStack.__new__(LayerStack)
+        torch.nn.Module.__init__(part)
+        part.partition, part.comm, part.step = self.partition, self.comm, self.step
+        part.compute, part.seed, part.num_layers, part.h = self.compute, self.seed, self.num_layers, self.h
+        part.low, part.high, part.offset = low, high, offset
+        for name, parameter in self.named_parameters():
+            rows = parameter.detach()[low:high].clone()
+            part.register_parameter(name, torch.nn.Parameter(rows, requires_grad=parameter.requires_grad))
+        for name, buffer in self.named_buffers():
+            kept = name not in self._non_persistent_buffers_set
+            part.register_buffer(name, buffer[low:high].clone(), persistent=kept)
+        part._make_engine()
+        return part
+
+    def rows(self) -> list[Any]:
+        """Copies of the parameters and buffers of every local layer. No communication."""
         found = [*self.named_parameters(), *self.named_buffers()]
-        return {name: tensor[local].detach().clone() for name, tensor in found}
+        return [{name: tensor[i].detach().clone() for name, tensor in found} for i in range(self.local_layers)]
+
+    def serial_layers(self, rows: Sequence[Any]) -> list[torch.nn.Module]:
+        """All layers as ordinary torch modules, from the `rows` of all ranks. No communication."""
+        return [self.step.serial_layer(tensors, self.h, i) for i, tensors in enumerate(rows)]

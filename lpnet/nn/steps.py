@@ -49,6 +49,12 @@ class Workspace(Protocol):
     def rows(self, count: int) -> Tensor:
         """A new array of `count` payloads."""
 
+    def fitted(self, rows: Tensor, point: int) -> Tensor:
+        """Rows of `rows` as payloads of a point, given by its global index."""
+
+    def region(self, point: int) -> int:
+        """Points of the same region lie in one array."""
+
     def evaluate(self, layer: Index, u: Index, z: Index) -> list[Op]:
         """z = F(u)."""
 
@@ -71,11 +77,11 @@ class Workspace(Protocol):
     def gradient(self, layers: slice, u: slice, d: slice, h: float) -> list[Op]:
         """Gradients of a run of layers."""
 
-    def pack(self, u: Tensor, out: Tensor) -> None:
+    def pack(self, u: Tensor, out: Tensor, point: int = 0) -> None:
         """Write a state (batch, ...) into a payload."""
 
-    def unpack(self, payload: Tensor) -> Tensor:
-        """A payload, or several, as states (..., batch, width); a copy."""
+    def unpack(self, payload: Tensor, point: int = 0) -> Tensor:
+        """A payload of a point, or several, as states (..., batch, width); a copy."""
 
 
 class Engine(Protocol):
@@ -277,6 +283,14 @@ class DenseWorkspace:
         """A new array of `count` payloads."""
         return self.u.new_zeros(count, self.width, self.batch)
 
+    def fitted(self, rows: Tensor, point: int) -> Tensor:
+        """Rows as payloads of a point; all points are alike here."""
+        return rows
+
+    def region(self, point: int) -> int:
+        """All points lie in one array."""
+        return 0
+
     def scratch(self, purpose: str, like: Tensor) -> Tensor:
         """A shared dense array of the shape of `like`."""
         key = (purpose, like.numel())
@@ -324,11 +338,11 @@ class DenseWorkspace:
         out = self.engine.fused_gradient[layers]
         return [*product(self.d[d], self.u[u].transpose(1, 2), out), partial(out.mul_, h)]
 
-    def pack(self, u: Tensor, out: Tensor) -> None:
+    def pack(self, u: Tensor, out: Tensor, point: int = 0) -> None:
         """Write a state (batch, width) into a payload."""
         out.copy_(u.t())
 
-    def unpack(self, payload: Tensor) -> Tensor:
+    def unpack(self, payload: Tensor, point: int = 0) -> Tensor:
         """A payload, or several, as states (..., batch, width); a copy."""
         return payload.transpose(-1, -2).contiguous()
 

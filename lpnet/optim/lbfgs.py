@@ -11,7 +11,7 @@ algorithm 3.1).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -75,6 +75,7 @@ class LBFGS:
         trials: trials before a line search counts as failed.
         armijo: c1 of the sufficient decrease.
         factor: the step shrinks by this from trial to trial.
+        starts: first layer of each part of a network of several stacks, see RowSum.
     """
 
     def __init__(
@@ -89,10 +90,11 @@ class LBFGS:
         trials: int = 20,
         armijo: float = 1e-4,
         factor: float = 0.5,
+        starts: Mapping[str, int] | None = None,
     ) -> None:
         self._shards = trainable(shards)
         self._problem, self._comm = problem, comm
-        self.rows = RowSum(self._shards, partition)
+        self.rows = RowSum(self._shards, partition, starts=starts)
         self._lr, self._memory, self._trials, self._armijo, self._factor = lr, memory, trials, armijo, factor
         slots = memory + 1  # one more than the pairs kept: a pair without curvature must not cost the oldest one
         self._s = [torch.zeros(slots, *shard.tensor.shape, dtype=shard.tensor.dtype) for shard in self._shards]

@@ -48,7 +48,7 @@ def _sums(net: LayerParallel, samples: Samples) -> tuple[float, float]:
     """Correct samples and summed loss on the last rank, zeros elsewhere. Neighbour messages only."""
     correct, loss = 0.0, 0.0
     for x, y in zip(samples.x.split(CHUNK), samples.y.split(CHUNK), strict=True):
-        logits = net.exact_logits(x)
+        logits = _evaluate(net, x)
         if logits is not None:
             correct += int((logits.argmax(1) == y).sum())
             loss += float(
@@ -59,9 +59,19 @@ def _sums(net: LayerParallel, samples: Samples) -> tuple[float, float]:
     return correct, loss
 
 
+def _evaluate(net: LayerParallel, x: torch.Tensor) -> torch.Tensor | None:
+    """Logits in evaluation mode: running statistics, no dropout. Neighbour messages only."""
+    training = net.training
+    net.eval()
+    try:
+        return net.exact_logits(x)
+    finally:
+        net.train(training)
+
+
 def predict(net: LayerParallel, x: torch.Tensor) -> np.ndarray:
     """Predicted classes (samples,) on every rank. Collective over net.comm."""
-    parts = [net.exact_logits(part) for part in x.split(CHUNK)]
+    parts = [_evaluate(net, part) for part in x.split(CHUNK)]
     classes = torch.empty(len(x), dtype=torch.int64)
     if net.is_last:
         classes.copy_(torch.cat([part for part in parts if part is not None]).argmax(1))

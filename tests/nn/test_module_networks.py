@@ -7,13 +7,12 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from network_case import CONVERGED, DOUBLE, near, twin_of
 
 import lpnet
 from lpnet.errors import UsageError
 
 LAYERS, BATCH = 9, 4
-DOUBLE = torch.float64
-CONVERGED = {"forward_iterations": None, "adjoint_iterations": None, "tolerance": 1e-13}
 
 
 class Timed(torch.nn.Module):
@@ -21,8 +20,8 @@ class Timed(torch.nn.Module):
         super().__init__()
         self.inner = torch.nn.Linear(6, 6)
 
-    def forward(self, u, t):
-        return torch.tanh(self.inner(u)) * torch.cos(3 * t)
+    def forward(self, u, t, layer):
+        return torch.tanh(self.inner(u)) * torch.cos(3 * t) / (1 + layer)
 
 
 class Attention(torch.nn.Module):
@@ -109,16 +108,6 @@ def make(kind, comm, levels=2, **mgrit):
 def batch(kind, seed=0, count=BATCH):
     x = torch.randn(count, *KINDS[kind][1], generator=torch.Generator().manual_seed(seed), dtype=DOUBLE)
     return x, torch.arange(count) % 3
-
-
-def twin_of(net):
-    """A serial twin on every rank. Collective over net.comm."""
-    return net.comm.broadcast_object(net.to_serial())
-
-
-def near(found, expected, name=""):
-    scale = float(expected.abs().max()) + 1e-3
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9 * scale, msg=lambda m: f"{name}: {m}")
 
 
 def same(net, twin, what):
