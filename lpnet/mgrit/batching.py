@@ -51,7 +51,7 @@ def measure(
         runs: sweeps timed; the fastest counts.
     """
     slots = all_points(stack.low, stack.high)
-    workspace = stack.engine.workspace(shape, state_slots=slots.states, layer_slots=slots.layers)
+    workspace = stack.engine.workspace(shape, **slots.sizes)
     stack.engine.refresh()
     levels = len(hierarchy.levels) - 1
     seconds = np.zeros((2, levels))

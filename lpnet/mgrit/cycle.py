@@ -69,6 +69,7 @@ class Cycle:
         hierarchy: levels of this direction.
         mgrit: relaxation, weights, cycle and storage of this direction.
         batched: per level: relax the j-th edges of all intervals in one action.
+        block: adjoint: layers whose gradients are made at once during the last sweep; 0: none are made in it.
         fresh: layers whose evaluation is up to date when recording starts.
     """
 
@@ -77,6 +78,7 @@ class Cycle:
     rank: int
     mgrit: MGRIT
     batched: Sequence[bool] = ()
+    block: int = 0
     fresh: set[int] = field(default_factory=set)
     actions: list[Action] = field(default_factory=list)
 
@@ -85,6 +87,7 @@ class Cycle:
             local_level(self.hierarchy, level, self.partition, self.rank) for level in range(len(self.hierarchy.levels))
         ]
         self.coarsest = len(self.levels) - 1
+        self.low = self.partition.block(self.rank)[0]
 
     # programs
 
@@ -232,16 +235,14 @@ class Cycle:
                 waited = True
             if recompute:
                 self._add("recompute", 0, Edges(chunk[0].layers[0], 1, len(chunk[0].layers)))
-            self._run(level, chunk, into_c, plain)
+            self._run(level, chunk, into_c, plain, gradient=gradient)
             if part.left is not None and not first_is_c and chunk[0] is part.segments[0]:
                 self._add("send", level)
-            if recompute and gradient:
-                self._add("gradient", 0, Edges(chunk[0].layers[0], 1, len(chunk[0].layers)))
         if receives and not waited:
             self._add("wait", level)
 
-    def _run(self, level: int, chunk: list[Segment], into_c: bool, plain: bool) -> None:
-        """Walk the edges of one segment, or of equal segments side by side."""
+    def _run(self, level: int, chunk: list[Segment], into_c: bool, plain: bool, *, gradient: bool = False) -> None:
+        """Walk the edges of one segment, or of equal segments side by side; make gradients block by block."""
         head, count = chunk[0], len(chunk)
         stride = chunk[1].layers[0] - head.layers[0] if count > 1 else 1
         steps = list(zip(head.layers, head.spans, strict=True))
@@ -254,6 +255,9 @@ class Cycle:
             leaves = not self.hierarchy.adjoint and last and self._is_remote(level, chunk[-1])
             self._evaluate(level, edges)
             self._add("step", level, edges, "next" if ends_in_c else "out" if leaves else "point", plain)
+            if gradient and self.block and (last or (layer - self.low) % self.block == 0):
+                upper = min(head.above, layer + self.block - (layer - self.low) % self.block)
+                self._add("gradient", 0, Edges(layer, 1, upper - layer))
             if not ends_in_c and not leaves and not self.hierarchy.adjoint:
                 self.fresh.difference_update(layer + span + i * stride for i in range(count))
 

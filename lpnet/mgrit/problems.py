@@ -108,11 +108,10 @@ class AdjointProblem(Problem):
         assert edges is not None
         layers = edges.layers
         minus, plus = (None, None) if fas else self._terms(action, layers, layers)
-        place = index_of([self.slots.layer[b] for b in layers])
         return self.workspace.pull(
             index_of([b - self.low for b in layers]),
-            place,
-            place,
+            index_of([self.slots.layer[b] for b in layers]),
+            index_of([self.slots.kept[b] for b in layers]),
             self._sources(layers, edges.span, action.level),
             self.h * edges.span,
             out_of(layers),
@@ -156,15 +155,23 @@ class AdjointProblem(Problem):
         return ops
 
     def _gradient(self, action: Action) -> list[Op]:
-        """Gradients of one segment, whose first layer and whose others lie apart."""
+        """Gradients of some layers in a row, by runs that lie in a row in memory too."""
         assert action.edges is not None
-        first, count = action.edges.first, action.edges.number
         ops: list[Op] = []
-        for start, stop in ((first, first + 1), (first + 1, first + count)):
-            if start < stop:
-                u, d = self.slots.state[start], self.slots.layer[start]
-                layers, states = slice(start - self.low, stop - self.low), slice(u, u + stop - start)
-                ops += self.workspace.gradient(layers, states, slice(d, d + stop - start), self.h)
+        run: list[int] = []
+        state, kept = self.slots.state, self.slots.kept
+        first, count = action.edges.first, action.edges.number
+        for layer in range(first, first + count + 1):
+            follows = (
+                run and layer < first + count and state[layer] - state[layer - 1] == kept[layer] - kept[layer - 1] == 1
+            )
+            if run and not follows:
+                low, u, d, number = run[0] - self.low, state[run[0]], kept[run[0]], len(run)
+                ops += self.workspace.gradient(
+                    slice(low, low + number), slice(u, u + number), slice(d, d + number), self.h
+                )
+                run = []
+            run.append(layer)
         return ops
 
     def all_gradients(self) -> list[Op]:

@@ -71,15 +71,15 @@ class Propagator:
         elif not keep:
             slots = rolling(low, high)
         elif self.c_storage:
-            slots = c_points_only(low, high, forward.levels[1], self.is_last)
+            slots = c_points_only(low, high, forward.levels[1])
         else:
-            slots = all_points(low, high)
+            slots = all_points(low, high, block=0 if any(batched) else stack.engine.gradient_block)
         self.slots = slots
-        self.workspace = stack.engine.workspace(shape, state_slots=slots.states, layer_slots=slots.layers)
+        self.workspace = stack.engine.workspace(shape, **slots.sizes)
         tolerance = 1e-12 if stack.dtype == torch.float64 else 1e-5
 
         def solver(problem: type[Problem], levels: Hierarchy, settings: MGRIT) -> Solver:
-            cycle = Cycle(levels, stack.partition, self.comm.rank, settings, batched)
+            cycle = Cycle(levels, stack.partition, self.comm.rank, settings, batched, slots.block)
             bound = problem(self.workspace, cycle, slots, self.comm, stack.h)
             return Solver(bound, self.comm, batch=samples(shape), stop_relative=tolerance)
 
@@ -163,7 +163,7 @@ class Propagator:
             return self.stack.engine.gradients()
 
     def _run_gradients(self) -> None:
-        if not self.c_storage:
+        if not self.slots.block:
             if self._gradients is None:
                 problem = self.adjoint_solver.problem
                 assert isinstance(problem, AdjointProblem)

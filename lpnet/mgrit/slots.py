@@ -14,43 +14,49 @@ class Slots:
 
     Args:
         state: slot of every local point, the one after the block included.
-        layer: slot of what is kept of every local layer.
-        states: number of state slots.
-        layers: number of layer slots.
+        layer: slot of every local layer's value F.
+        kept: slot of what the gradient of every local layer needs of the adjoint.
+        block: layers whose gradient is made at once while what it needs is in the cache; 0: all layers in one call.
     """
 
     state: dict[int, int]
     layer: dict[int, int]
-    states: int
-    layers: int
+    kept: dict[int, int]
+    block: int = 0
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Numbers of slots, as a workspace wants them."""
+        most = {"state_slots": self.state, "layer_slots": self.layer, "kept_slots": self.kept}
+        return {name: max(places.values()) + 1 for name, places in most.items()}
 
 
-def all_points(low: int, high: int) -> Slots:
-    """Every point and layer has a slot of its own."""
-    count = high - low
-    return Slots({low + i: i for i in range(count + 1)}, {low + i: i for i in range(count)}, count + 1, count)
+def all_points(low: int, high: int, *, block: int = 0) -> Slots:
+    """Every point and layer has a slot of its own; gradients layer block by layer block where `block` is given."""
+    layers = {low + i: i for i in range(high - low)}
+    kept = {layer: i % block for layer, i in layers.items()} if block else layers
+    return Slots({**layers, high: high - low}, layers, kept, block)
 
 
-def c_points_only(low: int, high: int, c_points: Sequence[int], is_last: bool) -> Slots:
+def c_points_only(low: int, high: int, c_points: Sequence[int]) -> Slots:
     """Slots for C-points and the block's ends; the F-points of all intervals share scratch slots."""
-    kept = sorted({p for p in c_points if low <= p < high} | {low})
-    state = {p: i for i, p in enumerate(kept)}
+    own = sorted({p for p in c_points if low <= p < high} | {low})
+    state = {p: i for i, p in enumerate(own)}
     layer = dict(state)
-    state[high] = len(kept)
-    first, longest = len(kept) + 1, 0
+    state[high] = len(own)
     since = 0
     for point in range(low, high):
-        since = 0 if point in layer and point in kept else since + 1
-        longest = max(longest, since)
+        since = 0 if point in layer else since + 1
         if since:
-            state[point] = first + since - 1
-            layer[point] = len(kept) + since - 1
-    return Slots(state, layer, first + longest, len(kept) + longest)
+            state[point] = len(own) + since
+            layer[point] = len(own) + since - 1
+    return Slots(state, layer, layer, high - low)
 
 
 def rolling(low: int, high: int) -> Slots:
     """Two state slots in turn and one layer slot: propagation that keeps nothing."""
-    return Slots({low + i: i % 2 for i in range(high - low + 1)}, {low + i: 0 for i in range(high - low)}, 2, 1)
+    only = {low + i: 0 for i in range(high - low)}
+    return Slots({low + i: i % 2 for i in range(high - low + 1)}, only, only)
 
 
 def index_of(places: Sequence[int]) -> Index:

@@ -143,17 +143,15 @@ class Solver:
         exact = self.cycle.hierarchy.exact_iterations(per_level(self.mgrit.relaxation, 0))
         if exact is None or per_level(self.mgrit.c_weight, 0) != 1.0:
             exact = most + 1
+        sweep = "refresh_gradient" if need == "gradient" else "refresh"  # which one is the last shows only after it
         while True:
-            self._run("refresh")
+            self._run(sweep)
             # after `exact` further corrections the states are those of serial propagation, whatever the rounding
             self._converged = self._small_enough() or done - coarse_start >= exact
             if self._converged or done >= most:
                 break
             self._run("correct")
             done += 1
-        if need == "gradient" and self.mgrit.storage == "c_points":
-            self._run("refresh_gradient")
-            self.problem.squares.pop()
         if not self._converged:
             logging.getLogger("lpnet").warning(
                 "the %s solve missed its tolerance after %d iterations; raise mgrit.max_iterations or the tolerance",

@@ -40,6 +40,8 @@ class ChainEngine:
         engines: per local part, by name, in order.
     """
 
+    gradient_block = 0
+
     def __init__(self, network: Network, engines: dict[str, Any]) -> None:
         self.network, self.engines = network, engines
 
@@ -55,7 +57,7 @@ class ChainEngine:
         """Gradients of the parameters; new tensors."""
         return {f"{name}.{key}": g for name, e in self.engines.items() for key, g in e.gradients().items()}
 
-    def workspace(self, shape: Sequence[Any], *, state_slots: int, layer_slots: int) -> ChainWorkspace:
+    def workspace(self, shape: Sequence[Any], *, state_slots: int, layer_slots: int, kept_slots: int) -> ChainWorkspace:
         """States of a batch whose first state has this shape; every point and layer has a slot of its own."""
         return ChainWorkspace(self, shape)
 
@@ -76,7 +78,8 @@ class ChainWorkspace:
                 workspace = own.between(self.layouts[k], self.layouts[k + 1])
             else:
                 count = high - low
-                workspace = own.workspace(self.layouts[k].shape, state_slots=count, layer_slots=count)
+                sizes = {"state_slots": count, "layer_slots": count, "kept_slots": count}
+                workspace = own.workspace(self.layouts[k].shape, **sizes)
             self.members.append(Member(low, high, network.step_size(k), workspace))
         self.of = [member for member in self.members for _ in range(member.low, member.high)]
         self.like = torch.empty(0, dtype=network.dtype, device=network.device)

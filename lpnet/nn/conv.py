@@ -126,6 +126,8 @@ class ConvEngine:
         compute: precision of the convolutions; states and parameters keep theirs.
     """
 
+    gradient_block = 8
+
     def __init__(self, step: ConvStep, weight: Tensor, bias: Tensor, compute: torch.dtype) -> None:
         self.step, self.weight, self.bias, self.compute = step, weight, bias, compute
         last = torch.channels_last
@@ -149,25 +151,28 @@ class ConvEngine:
         """Gradients of the parameters; new tensors."""
         return {"weight": self.weight_gradient.clone(), "bias": self.bias_gradient.clone()}
 
-    def workspace(self, shape: Sequence[Any], *, state_slots: int, layer_slots: int) -> ConvWorkspace:
+    def workspace(self, shape: Sequence[Any], *, state_slots: int, layer_slots: int, kept_slots: int) -> ConvWorkspace:
         """States of `shape` (batch, channels, height, width)."""
-        return ConvWorkspace(self, shape, state_slots, layer_slots)
+        return ConvWorkspace(self, shape, state_slots, layer_slots, kept_slots)
 
 
 class ConvWorkspace(LayerwiseWorkspace):
     """States (slots, batch, height, width, channels), values F and sigma' times adjoints per layer."""
 
-    def __init__(self, engine: ConvEngine, shape: Sequence[int], state_slots: int, layer_slots: int) -> None:
+    def __init__(
+        self, engine: ConvEngine, shape: Sequence[int], state_slots: int, layer_slots: int, kept_slots: int
+    ) -> None:
         batch, channels, height, width = shape
         super().__init__(engine.weight, (batch, height, width, channels), state_slots, layer_slots)
         self.engine = engine
+        self._kept_slots = kept_slots
         self._d: Tensor | None = None
 
     @property
     def d(self) -> Tensor:
         """sigma' times adjoint per layer, allocated when first used."""
         if self._d is None:
-            self._d = self.like.new_empty(len(self.z), *self.payload)
+            self._d = self.like.new_empty(self._kept_slots, *self.payload)
         return self._d
 
     def one_evaluate(self, layer: int, u: int, z: int) -> list[Op]:

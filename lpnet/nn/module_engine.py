@@ -36,6 +36,8 @@ class ModuleEngine:
         like: dtype, device and number of layers where there are no parameters.
     """
 
+    gradient_block = 0
+
     def __init__(
         self,
         template: torch.nn.Module,
@@ -80,7 +82,9 @@ class ModuleEngine:
         """Gradients of the parameters; new tensors."""
         return {name: g.clone() for name, g in self.gradient.items()}
 
-    def workspace(self, shape: Sequence[Any], *, state_slots: int, layer_slots: int) -> ModuleWorkspace:
+    def workspace(
+        self, shape: Sequence[Any], *, state_slots: int, layer_slots: int, kept_slots: int
+    ) -> ModuleWorkspace:
         """States of `shape` (batch, ...), or a tuple of such shapes."""
         return ModuleWorkspace(self, shape, state_slots, layer_slots)
 

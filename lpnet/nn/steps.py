@@ -85,7 +85,13 @@ class Workspace(Protocol):
 
 
 class Engine(Protocol):
-    """The parameters of a block of layers in the layout of the kernels."""
+    """The parameters of a block of layers in the layout of the kernels.
+
+    gradient_block: layers whose gradients are best made together during the last adjoint sweep, while what they need
+    is in the cache; 0: all of them after it.
+    """
+
+    gradient_block: int
 
     def refresh(self) -> tuple[int, ...]:
         """Follow the parameters; a stamp of their versions."""
@@ -96,7 +102,7 @@ class Engine(Protocol):
     def gradients(self) -> dict[str, Tensor]:
         """Gradients of the parameters; new tensors."""
 
-    def workspace(self, shape: Sequence[Any], *, state_slots: int, layer_slots: int) -> Workspace:
+    def workspace(self, shape: Sequence[Any], *, state_slots: int, layer_slots: int, kept_slots: int) -> Workspace:
         """Memory for states of `shape` (batch, ...)."""
 
 
@@ -204,6 +210,8 @@ class DenseEngine:
         compute: precision of the products W u; states and parameters keep theirs.
     """
 
+    gradient_block = 32
+
     def __init__(self, step: DenseStep, weight: Tensor, bias: Tensor, compute: torch.dtype) -> None:
         self.step = step
         self.weight, self.bias = weight, bias
@@ -233,20 +241,21 @@ class DenseEngine:
             "bias": bias.sum(1, keepdim=True) if self.step.bias == "scalar" else bias.contiguous(),
         }
 
-    def workspace(self, shape: Sequence[Any], *, state_slots: int, layer_slots: int) -> DenseWorkspace:
+    def workspace(self, shape: Sequence[Any], *, state_slots: int, layer_slots: int, kept_slots: int) -> DenseWorkspace:
         """States of `shape` (batch, width)."""
-        return DenseWorkspace(self, shape[0], state_slots, layer_slots)
+        return DenseWorkspace(self, shape[0], state_slots, layer_slots, kept_slots)
 
 
 class DenseWorkspace:
     """States (slots, width + 1, batch) and what is kept of the layers: values F and their adjoints."""
 
-    def __init__(self, engine: DenseEngine, batch: int, state_slots: int, layer_slots: int) -> None:
+    def __init__(self, engine: DenseEngine, batch: int, state_slots: int, layer_slots: int, kept_slots: int) -> None:
         like = engine.weight.detach()
         self.engine, self.batch, self.width = engine, batch, engine.step.width
         self.u = torch.zeros(state_slots, self.width + 1, batch, dtype=like.dtype, device=like.device)
         self.u[:, -1] = 1
         self.z = torch.empty(layer_slots, self.width, batch, dtype=like.dtype, device=like.device)
+        self._kept_slots = kept_slots
         self._lam: Tensor | None = None
         self._d: Tensor | None = None
         self._scratch: dict[tuple[str, int], Tensor] = {}
@@ -272,7 +281,7 @@ class DenseWorkspace:
     def d(self) -> Tensor:
         """sigma' * adjoint per layer, allocated when first used."""
         if self._d is None:
-            self._d = torch.empty_like(self.z)
+            self._d = self.u.new_empty(self._kept_slots, self.width, self.batch)
         return self._d
 
     def adjoint(self, slot: Index) -> Tensor:

@@ -35,7 +35,7 @@ class Engine:
     def __init__(self, step, given, u):
         self.engine = step.engine(given)
         self.engine.refresh()
-        self.space = self.engine.workspace(u.shape[1:], state_slots=LAYERS + 1, layer_slots=LAYERS)
+        self.space = self.engine.workspace(u.shape[1:], state_slots=LAYERS + 1, layer_slots=LAYERS, kept_slots=LAYERS)
         for i, state in enumerate(u):
             self.space.pack(state, self.space.state(i))
 
