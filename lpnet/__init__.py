@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from lpnet.fdg.decoupled import FDG
     from lpnet.fdg.pipeline import Pipeline
     from lpnet.mgrit.layer_parallel import LayerParallel
+    from lpnet.mgrit.refine import refine
     from lpnet.mgrit.serial import gather_state_dict
     from lpnet.nn import models
+    from lpnet.nn.network import Network
     from lpnet.nn.stack import LayerStack
     from lpnet.train.saving import load, save
 
@@ -29,9 +31,11 @@ _HOMES = {
     "LayerParallel": "lpnet.mgrit.layer_parallel",
     "LayerStack": "lpnet.nn.stack",
     "LpnetError": "lpnet.errors",
+    "Network": "lpnet.nn.network",
     "UsageError": "lpnet.errors",
     "gather_state_dict": "lpnet.mgrit.serial",
     "load": "lpnet.train.saving",
+    "refine": "lpnet.mgrit.refine",
     "save": "lpnet.train.saving",
 }
 _MODULES = {"models": "lpnet.nn.models", "nn": "lpnet.nn"}
@@ -42,12 +46,14 @@ __all__ = [
     "LayerParallel",
     "LayerStack",
     "LpnetError",
+    "Network",
     "Pipeline",
     "UsageError",
     "gather_state_dict",
     "load",
     "models",
     "nn",
+    "refine",
     "save",
 ]
 

@@ -49,6 +49,8 @@ class MGRIT:
             counts as iteration 1) | kept (states of the solve before, for the same batch; cold: `coarse`).
         skip_first_down: start every solve from the coarsest grid; the same as initial_guess coarse.
         min_coarse: coarsen no further once a level would have fewer points than this.
+        buffer_layers: the first and the last so many layers are kept on every level: the coarse solve propagates them
+            exactly, one by one.
         storage: all points | c_points (recompute the F-points in the adjoint; memory for time).
         batching: relax the j-th layers of all of a rank's intervals in one call: on | off | auto (measured once at
             the start, for all ranks, and kept: the resolved configuration lists on or off per level).
@@ -69,6 +71,7 @@ class MGRIT:
     initial_guess: InitialGuess = "kept"
     skip_first_down: bool = False
     min_coarse: int = 2
+    buffer_layers: int = 0
     storage: Literal["all", "c_points"] = "all"
     batching: Literal["auto", "on", "off"] | list[Literal["on", "off"]] = "off"
     adjoint: dict[str, int | float | str | list[int] | list[float] | list[str] | None] = field(default_factory=dict)
@@ -86,6 +89,7 @@ class MGRIT:
             relative_tolerance=self.relative_tolerance,
             max_iterations=self.max_iterations,
         )
+        require(self.buffer_layers >= 0, f"mgrit.buffer_layers is {self.buffer_layers}; it must be 0 or more")
         require(self.min_coarse >= 2, f"mgrit.min_coarse is {self.min_coarse}; a level needs 2 points or more")
         for c in self.coarsening if isinstance(self.coarsening, list) else [self.coarsening]:
             require(c >= 2, f"mgrit.coarsening is {c}; it must be 2 or more")

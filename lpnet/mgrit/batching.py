@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -38,7 +39,7 @@ def as_setting(choice: Sequence[bool], mgrit: MGRIT) -> MGRIT:
 
 
 def measure(
-    stack: LayerStack, hierarchy: Hierarchy, mgrit: MGRIT, shape: Sequence[int], *, runs: int = 3
+    stack: LayerStack, hierarchy: Hierarchy, mgrit: MGRIT, shape: Sequence[Any], *, runs: int = 3
 ) -> tuple[bool, ...]:
     """Time both ways on every level but the coarsest. Collective over stack.comm, one reduction.
 

@@ -40,15 +40,27 @@ class Problem:
         # E has one row more than the rank has points: what leaves for a C-point of the right rank
         self.arrived = [workspace.rows(len(part.points) + 1 if level else 0) for level, part in enumerate(levels)]
         self.old = [workspace.rows(len(part.edges) if level else 0) for level, part in enumerate(levels)]
-        border = [bool(part.points) for part in levels]
-        self.incoming = [workspace.rows(1)[0] if here else None for here in border]
-        self.outgoing = [workspace.rows(1)[0] if here else None for here in border]
+        comes = [part.next_point if self.adjoint else (part.points or (None,))[0] for part in levels]
+        self.incoming = [None if point is None else self._border(point) for point in comes]
+        self.outgoing = [None if part.next_point is None else self._border(part.next_point) for part in levels]
         self.squares: list[np.ndarray] = []  # squared residuals at this rank's C-points, per refresh
         self._receiving: dict[tuple[str, int], Any] = {}
         self._sending: dict[tuple[str, int], Any] = {}
         self._tag = ADJOINT_TAG if self.adjoint else FORWARD_TAG
 
     # places
+
+    def _border(self, point: int) -> Tensor:
+        """A buffer for the state of a point."""
+        return self.workspace.fitted(self.workspace.rows(1)[0], point)
+
+    def _new(self, level: int, points: Sequence[int]) -> Tensor:
+        """What the sweep before has brought to points of a coarse level."""
+        return self.workspace.fitted(self.arrived[level][self._row(level, points)], points[0])
+
+    def _before(self, level: int, layers: Sequence[int], targets: Sequence[int]) -> Tensor:
+        """K: the coarse step of the old values along the edges at `layers`, which lead to `targets`."""
+        return self.workspace.fitted(self.old[level][self._row(level, layers)], targets[0])
 
     def local_c_points(self) -> list[int]:
         """C-points of level 0 on this rank, without the start."""
@@ -69,7 +81,9 @@ class Problem:
         for p in points:
             run = out[-1] if out else []
             slot = self.slots.state
-            if (
+            if run and self.workspace.region(p) != self.workspace.region(run[0]):
+                out.append([p])
+            elif (
                 len(run) == 1
                 and slot[p] > slot[run[0]]
                 or len(run) > 1
@@ -87,7 +101,7 @@ class Problem:
 
     def _sink(self, action: Action, targets: Sequence[int]) -> Tensor:
         if action.sink == "next":
-            return self.arrived[action.level + 1][self._row(action.level + 1, targets)]
+            return self._new(action.level + 1, targets)
         if action.sink == "out":
             out = self.outgoing[action.level]
             assert out is not None
@@ -101,9 +115,9 @@ class Problem:
         level = action.level
         if level == 0 or action.plain:
             return None, None
-        minus = self.old[level][self._row(level, layers)]
+        minus = self._before(level, layers, targets)
         local = all(t in self.place[level] for t in targets)
-        return minus, self.arrived[level][self._row(level, targets)] if local else None
+        return minus, self._new(level, targets) if local else None
 
     # actions
 
@@ -121,7 +135,7 @@ class Problem:
         ops: list[Op] = []
         points = [p for p in self.cycle.levels[level].c_points if p != self.cycle.hierarchy.start]
         for run in self.runs(points):
-            state, new = self.view(run), self.arrived[level + 1][self._row(level + 1, run)]
+            state, new = self.view(run), self._new(level + 1, run)
             ops.append(copier(state, new) if weight == 1.0 else lerper(state, new, weight))
         return ops
 
@@ -131,8 +145,8 @@ class Problem:
         scratch = self.workspace.rows(len(self.local_c_points()))
         at = 0
         for run in self.runs(self.local_c_points()):
-            new, state = self.arrived[1][self._row(1, run)], self.view(run)
-            out = scratch[at : at + len(run)] if len(run) > 1 else scratch[at]
+            new, state = self._new(1, run), self.view(run)
+            out = self.workspace.fitted(scratch[at : at + len(run)] if len(run) > 1 else scratch[at], run[0])
             ops.append(partial(torch.sub, new, state, out=out))
             at += len(run)
         return [*ops, lambda: self.squares.append(squared_norms(scratch))]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lpnet.mgrit.propagator import Propagator
+from lpnet.nn.context import Context
 from lpnet.parallel.comm import Comm
 
 if TYPE_CHECKING:
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 class Flight:
     """One forward pass whose backward may still come: holds the states until it is over."""
 
-    def __init__(self, net: LayerParallel, propagator: Propagator, batch: int | None) -> None:
-        self.net, self.propagator, self.batch = net, propagator, batch
+    def __init__(self, net: LayerParallel, propagator: Propagator, batch: int | None, context: Context) -> None:
+        self.net, self.propagator, self.batch, self.context = net, propagator, batch, context
         self.node: weakref.ref[Any] | None = None
 
     def is_over(self) -> bool:

@@ -29,10 +29,12 @@ class Hierarchy:
     Args:
         levels: fine indices of the points of every level, increasing.
         adjoint: walked from N down to 0.
+        barriers: points that every level keeps.
     """
 
     levels: tuple[tuple[int, ...], ...]
     adjoint: bool = False
+    barriers: frozenset[int] = frozenset()
 
     @property
     def layers(self) -> int:
@@ -51,7 +53,7 @@ class Hierarchy:
     def reversed(self) -> Hierarchy:
         """The hierarchy of the adjoint: the same points and N on every level."""
         last = self.layers
-        return Hierarchy(tuple(p if p[-1] == last else (*p, last) for p in self.levels), adjoint=True)
+        return Hierarchy(tuple(p if p[-1] == last else (*p, last) for p in self.levels), True, self.barriers)
 
     def exact_iterations(self, relaxation: str) -> int | None:
         """Iterations after which two levels equal serial propagation bit for bit; None for more levels."""
@@ -74,7 +76,7 @@ def build(layers: int, mgrit: MGRIT, *, barriers: Iterable[int] = ()) -> Hierarc
 
     Args:
         layers: N.
-        mgrit: levels, coarsening and min_coarse are used. Levels that would leave fewer than min_coarse
+        mgrit: levels, coarsening, min_coarse and buffer_layers are used. Levels that would leave fewer than min_coarse
             points are left out with a warning.
         barriers: points that every level keeps (where the state changes its shape).
 
@@ -83,7 +85,9 @@ def build(layers: int, mgrit: MGRIT, *, barriers: Iterable[int] = ()) -> Hierarc
     """
     if layers < 1:
         raise UsageError(f"a network needs at least 1 layer, got {layers}")
-    kept = frozenset(barriers)
+    k = min(mgrit.buffer_layers, layers)
+    ends = [*range(k + 1), *range(layers - k, layers + 1)] if k else []
+    kept = frozenset([*barriers, *ends])
     levels = [tuple(range(layers + 1))]
     while len(levels) < mgrit.levels:
         c = per_level(mgrit.coarsening, len(levels) - 1)
@@ -105,7 +109,7 @@ def build(layers: int, mgrit: MGRIT, *, barriers: Iterable[int] = ()) -> Hierarc
             )
             break
         levels.append(tuple(coarse))
-    return Hierarchy(tuple(levels))
+    return Hierarchy(tuple(levels), barriers=kept)
 
 
 @dataclass(frozen=True)
@@ -194,7 +198,7 @@ def direction(hierarchy: Hierarchy, mgrit: MGRIT, adjoint: bool) -> tuple[Hierar
         return hierarchy, mgrit
     if mgrit.adjoint:
         mgrit = mgrit.for_adjoint()
-        hierarchy = build(hierarchy.layers, mgrit)
+        hierarchy = build(hierarchy.layers, mgrit, barriers=hierarchy.barriers)
     return hierarchy.reversed(), replace(mgrit, forward_iterations=mgrit.adjoint_iterations)
 
 

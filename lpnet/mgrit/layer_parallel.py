@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -20,49 +21,81 @@ from torch import Tensor
 from lpnet.config import MGRIT
 from lpnet.errors import UsageError
 from lpnet.mgrit.batching import as_setting, fixed_choice, measure
+from lpnet.mgrit.direct import DirectSolves
 from lpnet.mgrit.flight import Everywhere, Flight, Propagate
 from lpnet.mgrit.hierarchy import build, direction, local_level
 from lpnet.mgrit.propagator import Kept, Propagator, Start
 from lpnet.mgrit.solver import Solver, SolveReport
+from lpnet.nn import dropout, parts
+from lpnet.nn.context import Context, MaskKey, call, prepared, signature
+from lpnet.nn.module_step import ModuleStep
+from lpnet.nn.network import Network
 from lpnet.nn.stack import LayerStack
 from lpnet.parallel.comm import Comm
 from lpnet.parallel.shard import Shard
 
 
-class LayerParallel(torch.nn.Module):
+class LayerParallel(DirectSolves, torch.nn.Module):
     """opening -> stack -> closing, trained in parallel across its layers.
 
     Every rank gives the same batch x and gets the logits; parameters() are this rank's own, for any torch optimiser.
     With gradients enabled the states are found by multigrid as `mgrit` says; without (evaluation) by exact propagation.
 
     Args:
-        stack: the layers.
-        opening: (batch, ...) to the state (batch, width); kept on the first rank only.
+        stack: the layers; or a Network, which brings opening and closing along (also as `network`).
+        opening: (batch, ...) to the state (batch, width), or a tuple of tensors; kept on the first rank only.
         closing: state to logits; kept on the last rank only.
         mgrit: settings; fixed iterations need a warm start: `net(x, batch=id)`, the same samples under the same id.
             A start without kept states iterates to the tolerance instead.
     """
 
     def __init__(
-        self, stack: LayerStack, *, opening: torch.nn.Module, closing: torch.nn.Module, mgrit: MGRIT | None = None
+        self,
+        stack: LayerStack | Network | None = None,
+        *,
+        opening: torch.nn.Module | None = None,
+        closing: torch.nn.Module | None = None,
+        mgrit: MGRIT | None = None,
+        network: Network | None = None,
     ) -> None:
         super().__init__()
+        stack = network if stack is None else stack
+        if stack is None or (isinstance(stack, Network) == (opening is not None or closing is not None)):
+            raise UsageError(
+                "LayerParallel takes a LayerStack with opening= and closing=, or a Network, which has both"
+            )
+        if isinstance(stack, Network):
+            opening, closing = stack.take_ends()
+        if opening is None or closing is None:
+            raise UsageError("a LayerStack needs an opening and a closing; give torch.nn.Identity() for none")
         self.stack = stack
         self.mgrit = mgrit or MGRIT()
+        several = isinstance(stack, Network)
+        if several and self.mgrit.levels > 1:
+            self._check_several()
         self.is_first, self.is_last = stack.low == 0, stack.high == stack.num_layers
         self.opening: torch.nn.Module | None = opening.to(stack.dtype) if self.is_first else None
         self.closing: torch.nn.Module | None = closing.to(stack.dtype) if self.is_last else None
-        self.hierarchy = build(stack.num_layers, self.mgrit)
-        self.batched = fixed_choice(self.mgrit)  # None until it is measured
+        self.hierarchy = build(stack.num_layers, self.mgrit, barriers=stack.barriers)
+        # None until it is measured; intervals of different stacks do not lie side by side
+        self.batched = (False,) if several else fixed_choice(self.mgrit)
         self._anchor = torch.zeros((), dtype=stack.dtype, requires_grad=True)
-        self._pools: dict[tuple[tuple[int, ...], bool], list[Propagator]] = {}
-        self._shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._pools: dict[tuple[parts.StateShape, bool], list[Propagator]] = {}
+        self._shapes: dict[Any, parts.StateShape] = {}
+        self._key = MaskKey()  # of the next pass in train mode
         self._kept: dict[int, tuple[Kept, Kept | None]] = {}
         self._batches: dict[int, tuple[int, ...]] = {}
         self._logits: dict[tuple[Any, ...], tuple[tuple[int, ...], torch.dtype]] = {}
         self._latest: Propagator | None = None
         self._latest_adjoint = False
         self._warned = False
+
+    def _check_several(self) -> None:
+        if self.mgrit.storage != "all" or self.mgrit.initial_guess == "constant":
+            raise UsageError(
+                f"mgrit.storage {self.mgrit.storage} and initial_guess {self.mgrit.initial_guess}: a network of "
+                f"several stacks takes storage all and another guess than constant, as its states differ in shape"
+            )
 
     @property
     def comm(self) -> Comm:
@@ -76,14 +109,27 @@ class LayerParallel(torch.nn.Module):
 
     # forward
 
-    def forward(self, x: Tensor, batch: int | None = None) -> Tensor:
+    def begin_step(self, step: int, *, first: int = 0) -> None:
+        """The passes from here on belong to this training step: dropout draws new masks, the same in a repetition.
+
+        Without it every pass in train mode draws new masks. No communication.
+
+        Args:
+            step: number of the step.
+            first: global index of the first sample of x, where replicas share a batch.
+        """
+        self._key = MaskKey(step, 0, first)
+
+    def forward(self, x: Tensor, batch: int | None = None, side: Any = None) -> Tensor:
         """Logits on every rank. Collective over comm; so is the backward of what is made from them.
 
         Args:
             x: (batch, ...), the same on every rank.
             batch: id of these very samples; their states start the next solve under this id.
+            side: a tensor, or a tuple or dict of tensors, that does not change over depth (a mask); given to every
+                layer, and to an opening or closing that takes one, as `side=`. The same on every rank.
         """
-        logits = self.local_logits(x, batch) if torch.is_grad_enabled() else self.exact_logits(x)
+        logits = self.local_logits(x, batch, side) if torch.is_grad_enabled() else self.exact_logits(x, side)
         if self.comm.size == 1:
             return cast(Tensor, logits)
         key = (tuple(x.shape), x.dtype)
@@ -93,45 +139,67 @@ class LayerParallel(torch.nn.Module):
         shape, dtype = self._logits[key]
         return cast(Tensor, Everywhere.apply(self.comm, shape, dtype, self._anchor if logits is None else logits))
 
-    def local_logits(self, x: Tensor, batch: int | None = None) -> Tensor:
+    def local_logits(self, x: Tensor, batch: int | None = None, side: Any = None) -> Tensor:
         """Logits on the last rank, elsewhere a scalar connected to the graph.
 
         Neighbour messages only, in the backward too, which every rank must run. A cold start to a tolerance reduces.
         """
         self._check_batch(batch, tuple(x.shape))
-        u0, shape = self._enter(x)
+        context = self._context(side, graphs=True)
+        u0, shape = self._enter(x, context)
         propagator = self._take(shape)
         parameters = list(self.stack.parameters())
         out = Propagate.apply(
-            Flight(self, propagator, batch), u0 if u0 is not None else self._anchor, self._anchor, *parameters
+            Flight(self, propagator, batch, context), u0 if u0 is not None else self._anchor, self._anchor, *parameters
         )
-        return self.closing(out) if self.closing is not None else out
+        return out if self.closing is None else self._close(out, shape, context)
 
     @torch.no_grad()
-    def exact_logits(self, x: Tensor) -> Tensor | None:
+    def exact_logits(self, x: Tensor, side: Any = None) -> Tensor | None:
         """Logits by exact propagation on the last rank, None elsewhere. Neighbour messages only."""
-        u0, shape = self._enter(x)
+        context = self._context(side, graphs=False)
+        u0, shape = self._enter(x, context)
         propagator = self._take(shape, exact=True)
-        propagator.forward(u0, start="zero", iterations=0)
-        return self.closing(propagator.last_state()) if self.closing is not None else None
+        propagator.forward(u0, start="zero", iterations=0, context=context)
+        return None if self.closing is None else self._close(propagator.last_state(), shape, context)
 
-    def _enter(self, x: Tensor) -> tuple[Tensor | None, tuple[int, ...]]:
-        """u_0 on the first rank, and the shape of the states on every rank, agreed once per shape of x."""
-        key = tuple(x.shape)
+    def _context(self, side: Any, *, graphs: bool) -> Context:
+        key = self._key if self.training else None
+        if key is not None:
+            self._key = replace(key, micro=key.micro + 1)
+        return Context(self.training, prepared(side, self.stack.dtype), key, graphs)
+
+    def _enter(self, x: Tensor, context: Context) -> tuple[Tensor | None, parts.StateShape]:
+        """u_0 on the first rank, and the shape of the states on every rank, agreed and tried once per shape of x."""
+        key = (tuple(x.shape), signature(context.side), context.training)
         if key in self._shapes:
-            return self._open(x), self._shapes[key]
-        u0: Tensor | None = self.comm.together(lambda: self._open(x))
-        self._shapes[key] = self.comm.broadcast_object(None if u0 is None else tuple(u0.shape))
-        return u0, self._shapes[key]
+            u0 = self._open(x, context)
+            return None if u0 is None else parts.join(u0), self._shapes[key]
+        u0 = self.comm.together(lambda: self._open(x, context))
+        shape = self.comm.broadcast_object(None if u0 is None else parts.shape_of(u0))
+        self.comm.together(lambda: self.stack.rehearse(shape, context))
+        self._shapes[key] = shape
+        return None if u0 is None else parts.join(u0), shape
 
-    def _open(self, x: Tensor) -> Tensor | None:
+    def _open(self, x: Tensor, context: Context) -> Any:
         if x.dim() < 1 or x.shape[0] < 1:
             raise UsageError(f"a batch needs at least 1 sample; x has the shape {tuple(x.shape)}")
         if self.opening is None:
             return None
-        u0: Tensor = self.opening(x.to(self.stack.dtype) if x.is_floating_point() else x)
-        self.stack.step.check(u0.shape)
+        self._begin_masks(self.opening, -1, x.shape[0], context)
+        u0 = call(self.opening, x.to(self.stack.dtype) if x.is_floating_point() else x, context.side)
+        self.stack.check(parts.shape_of(u0))
         return u0
+
+    def _close(self, last: Tensor, shape: parts.StateShape, context: Context) -> Tensor:
+        assert self.closing is not None
+        self._begin_masks(self.closing, self.stack.num_layers, parts.samples(shape), context)
+        return cast(Tensor, call(self.closing, parts.split(last, self.stack.final_shape(shape)), context.side))
+
+    def _begin_masks(self, module: torch.nn.Module, layer: int, batch: int, context: Context) -> None:
+        """Masks of the opening (layer -1) and closing (layer N)."""
+        found = dropout.dropouts(module)
+        dropout.begin(found, context.key, {}, seed=self.stack.seed, layer=layer, batch=batch)
 
     def _check_batch(self, batch: int | None, shape: tuple[int, ...]) -> None:
         """The same id means the same samples."""
@@ -141,7 +209,7 @@ class LayerParallel(torch.nn.Module):
                 f"an id stands for the same samples: give other samples another id"
             )
 
-    def _take(self, shape: tuple[int, ...], exact: bool = False) -> Propagator:
+    def _take(self, shape: parts.StateShape, exact: bool = False) -> Propagator:
         """States that no live graph holds."""
         pool = self._pools.setdefault((shape, exact), [])
         for propagator in pool:
@@ -157,11 +225,12 @@ class LayerParallel(torch.nn.Module):
 
     def prepare(self, x: Tensor) -> None:
         """Agree on the shape of the states for a batch like x, and measure what is to be measured. Collective."""
+        context = Context(self.training, prepared(None, self.stack.dtype), None, False)
         with torch.no_grad():
-            _, shape = self._enter(x)
+            _, shape = self._enter(x, context)
         self.choose_batching(shape)
 
-    def choose_batching(self, shape: tuple[int, ...]) -> tuple[bool, ...]:
+    def choose_batching(self, shape: parts.StateShape) -> tuple[bool, ...]:
         """Per level, whether intervals are relaxed side by side. With `mgrit.batching: auto` the first call measures
         (collective over comm, one reduction); the choice is written to `self.mgrit` and never changes again.
 
@@ -169,7 +238,9 @@ class LayerParallel(torch.nn.Module):
             shape: of a state, (batch, ...).
         """
         if self.batched is None:
-            self.batched = measure(self.stack, self.hierarchy, self.mgrit, shape)
+            stack = self.stack  # modules run one by one in any case
+            alone = isinstance(stack, Network) or isinstance(stack.step, ModuleStep)
+            self.batched = (False,) if alone else measure(cast(LayerStack, stack), self.hierarchy, self.mgrit, shape)
             self.mgrit = as_setting(self.batched, self.mgrit)
         return self.batched
 
@@ -181,7 +252,7 @@ class LayerParallel(torch.nn.Module):
         """Moving or converting the parameters makes all states anew."""
         result = super()._apply(fn, recurse)
         self._anchor = torch.zeros(
-            (), dtype=self.stack.dtype, device=next(self.stack.parameters()).device, requires_grad=True
+            (), dtype=self.stack.dtype, device=next(self.parameters(), self._anchor).device, requires_grad=True
         )
         self._pools.clear()
         self._kept.clear()
@@ -211,7 +282,7 @@ class LayerParallel(torch.nn.Module):
         """The forward solve of a pass. Neighbour messages only, but for a cold start."""
         kept = self._kept.get(flight.batch, (None, None))[0] if flight.batch is not None else None
         start, iterations = self._plan(flight.propagator.forward_solver, kept, self.mgrit.forward_iterations)
-        flight.propagator.forward(u0, start=start, kept=kept, iterations=iterations)
+        flight.propagator.forward(u0, start=start, kept=kept, iterations=iterations, context=flight.context)
         self._latest, self._latest_adjoint = flight.propagator, False
 
     def solve_adjoints(self, flight: Flight, lam: Tensor | None) -> None:
@@ -233,7 +304,7 @@ class LayerParallel(torch.nn.Module):
         return [self._latest.forward_solver] + ([self._latest.adjoint_solver] if self._latest_adjoint else [])
 
     def residual_squares(self) -> np.ndarray:
-        """Squared residuals of the latest forward and adjoint solve, zero at other ranks' C-points. No communication."""
+        """Squared residuals of the latest forward and adjoint solve, zero at other ranks' points. No communication."""
         parts = [solver.pending() for solver in self._latest_solvers()]
         return np.concatenate(parts) if parts else np.zeros(0)
 
@@ -286,10 +357,8 @@ class LayerParallel(torch.nn.Module):
         out = self.stack.shards()
         for prefix, module in (("opening", self.opening), ("closing", self.closing)):
             if module is not None:
-                out += [
-                    Shard(f"{prefix}.{name}", tensor)
-                    for name, tensor in [*module.named_parameters(), *module.named_buffers()]
-                ]
+                saved = module.state_dict(keep_vars=True)  # without buffers that are not persistent
+                out += [Shard(f"{prefix}.{n}", t) for n, t in saved.items() if isinstance(t, Tensor)]
         return out
 
     def to_serial(self) -> torch.nn.Module | None:
@@ -297,104 +366,3 @@ class LayerParallel(torch.nn.Module):
         from lpnet.mgrit.serial import gather_serial
 
         return gather_serial(self)
-
-    # solves without autograd
-
-    @torch.no_grad()
-    def solve(self, u0: Tensor, guess: Tensor | str | None = None) -> tuple[range, Tensor, SolveReport]:
-        """Solve for the states of a given u_0 (batch, width). Neighbour messages and reductions; no autograd.
-
-        Args:
-            u0: the same on every rank.
-            guess: states (layers + 1, batch, width), "exact", or None: as mgrit.initial_guess says (kept: zero).
-
-        Returns:
-            The points of this rank, their states (points, batch, width), and the report.
-        """
-        self._latest = self._take(tuple(u0.shape))
-        self._latest_adjoint = False
-        run = self._latest
-        start, kept = self._given(run.forward_solver, guess, u0, adjoint=False)
-        run.forward(
-            u0 if run.is_first else None,
-            start=start,
-            kept=kept,
-            iterations=self.mgrit.forward_iterations if run.forward_solver.levels > 1 else 0,
-        )
-        points = range(self.stack.low, self.stack.high + self.is_last)
-        return (
-            points,
-            self._states(run, run.forward_solver, points),
-            self.solve_reports(self.comm.sum(self.residual_squares()))[0],
-        )  # type: ignore[return-value]
-
-    @torch.no_grad()
-    def solve_adjoint(self, lam: Tensor, guess: Tensor | str | None = None) -> tuple[range, Tensor, SolveReport]:
-        """Solve for the adjoints of a given lambda_N (batch, width), linearised at the latest `solve`; as `solve`."""
-        run = self._latest
-        if run is None:
-            raise UsageError("solve_adjoint needs the states of a solve; call solve(u0) first")
-        start, kept = self._given(run.adjoint_solver, guess, lam, adjoint=True)
-        run.adjoint(
-            lam if run.is_last else None,
-            start=start,
-            kept=kept,
-            iterations=self.mgrit.adjoint_iterations if run.adjoint_solver.levels > 1 else 0,
-        )
-        self._latest_adjoint = True
-        points = range(self.stack.low, self.stack.high + self.is_last)
-        report = self.solve_reports(self.comm.sum(self.residual_squares()))[1]
-        return points, self._states(run, run.adjoint_solver, points), report  # type: ignore[return-value]
-
-    def layer_gradients(self) -> dict[str, Tensor]:
-        """Gradients of this rank's stack parameters from the latest solve and solve_adjoint. No communication."""
-        if self._latest is None or not self._latest_adjoint:
-            raise UsageError("layer_gradients needs solve(u0) and solve_adjoint(lam) first")
-        return self._latest.gradients()
-
-    def _states(self, run: Propagator, solver: Solver, points: range) -> Tensor:
-        """States that are in memory; NaN for F-points that are not kept."""
-        problem = solver.problem
-        shown = []
-        for p in points:
-            held = (
-                not run.c_storage
-                or p in solver.cycle.hierarchy.c_points(0)
-                or p in (self.stack.low, self.stack.num_layers)
-            )
-            state = run.workspace.unpack(problem.value(p))
-            shown.append(state if held else torch.full_like(state, float("nan")))
-        return torch.stack(shown)
-
-    def _given(
-        self, solver: Solver, guess: Tensor | str | None, start: Tensor, *, adjoint: bool
-    ) -> tuple[Start, Kept | None]:
-        if guess is None:
-            name = solver.mgrit.initial_guess
-            if solver.mgrit.skip_first_down:
-                name = "coarse"
-            return ("zero" if name == "kept" else cast(Start, name)), None
-        if isinstance(guess, str):
-            if guess != "exact":
-                raise UsageError(f"guess is {guess!r}; it must be None, 'exact' or the states of all points")
-            guess = self._exact_states(start, adjoint)
-        assert self._latest is not None
-        points = solver.problem.local_c_points()
-        rows = self._latest.workspace.rows(len(points))
-        for row, point in zip(rows, points, strict=True):
-            self._latest.workspace.pack(guess[point], row)
-        return "given", Kept(rows)
-
-    def _exact_states(self, start: Tensor, adjoint: bool) -> Tensor:
-        """States of all points by exact propagation, on every rank. Collective; for tests."""
-        one = MGRIT(levels=1)
-        run = Propagator(self.stack, build(self.stack.num_layers, one), one, tuple(start.shape))
-        if adjoint:
-            assert self._latest is not None
-            raise UsageError("an exact guess of the adjoint is given as a tensor")
-        run.forward(start if run.is_first else None, start="zero", iterations=0)
-        mine = [
-            (p, run.workspace.unpack(run.forward_solver.problem.value(p)))
-            for p in range(self.stack.low, self.stack.high + self.is_last)
-        ]
-        return torch.stack([state for part in self.comm.all_gather_objects(mine) for _, state in part])

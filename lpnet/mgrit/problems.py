@@ -49,7 +49,7 @@ class StateProblem(Problem):
         assert action.edges is not None
         layers = action.edges.layers
         _, u, z = self._places(layers)
-        out = self.old[action.level][self._row(action.level, layers)]
+        out = self._before(action.level, layers, [b + action.edges.span for b in layers])
         return self.workspace.advance(u, z, self.h * action.edges.span, out, None, None)
 
     def _direct(self, action: Action) -> bool:
@@ -65,15 +65,17 @@ class StateProblem(Problem):
         first = self.cycle.levels[level].points[0]
         buffer = self._receive_buffer(action)
         to_c = action.sink == "next"
-        place = self.arrived[level + 1][self.place[level + 1][first]] if to_c else self.value(first)
+        place = self._new(level + 1, [first]) if to_c else self.value(first)
         if self._direct(action):
             return copier(place, buffer)
-        plus = self.arrived[level][0]
+        plus = self._new(level, [first])
         return partial(torch.add, plus, buffer, out=place)
 
     def _send_buffer(self, action: Action) -> Tensor:
         if action.sink == "next":
-            return self.arrived[action.level + 1][-1]
+            point = self.cycle.levels[action.level].next_point
+            assert point is not None
+            return self._new(action.level + 1, [point])
         out = self.outgoing[action.level]
         assert out is not None
         return out
@@ -133,7 +135,7 @@ class AdjointProblem(Problem):
 
     def _fas(self, action: Action) -> list[Op]:
         level = action.level
-        return self._pull(action, lambda layers: self.old[level][self._row(level, layers)], fas=True)
+        return self._pull(action, lambda layers: self._before(level, layers, layers), fas=True)
 
     def _c_relax(self, action: Action) -> list[Op]:
         points = self.cycle.levels[action.level].c_points

@@ -18,7 +18,10 @@ from lpnet.mgrit.hierarchy import Hierarchy, direction
 from lpnet.mgrit.problems import AdjointProblem, StateProblem
 from lpnet.mgrit.slots import all_points, c_points_only, rolling
 from lpnet.mgrit.solver import Need, Solver
+from lpnet.nn.context import Context
 from lpnet.nn.kernels import Op
+from lpnet.nn.network import Network
+from lpnet.nn.parts import samples
 from lpnet.nn.stack import LayerStack
 
 Start = Literal["zero", "constant", "coarse", "given"]
@@ -49,10 +52,10 @@ class Propagator:
 
     def __init__(
         self,
-        stack: LayerStack,
+        stack: LayerStack | Network,
         hierarchy: Hierarchy,
         mgrit: MGRIT,
-        shape: Sequence[int],
+        shape: Sequence[Any],
         *,
         batched: tuple[bool, ...] = (),
         keep: bool = True,
@@ -63,7 +66,9 @@ class Propagator:
         forward, options = direction(hierarchy, mgrit, adjoint=False)
         backward, adjoint_options = direction(hierarchy, mgrit, adjoint=True)
         self.c_storage = mgrit.storage == "c_points" and len(forward.levels) > 1
-        if not keep:
+        if isinstance(stack, Network):
+            slots = all_points(low, high)
+        elif not keep:
             slots = rolling(low, high)
         elif self.c_storage:
             slots = c_points_only(low, high, forward.levels[1])
@@ -76,7 +81,7 @@ class Propagator:
         def solver(problem: type[Problem], levels: Hierarchy, settings: MGRIT) -> Solver:
             cycle = Cycle(levels, stack.partition, self.comm.rank, settings, batched, slots.block)
             bound = problem(self.workspace, cycle, slots, self.comm, stack.h)
-            return Solver(bound, self.comm, batch=shape[0], stop_relative=tolerance)
+            return Solver(bound, self.comm, batch=samples(shape), stop_relative=tolerance)
 
         self.forward_solver = solver(StateProblem, forward, options)
         self._make_adjoint: Callable[[], Solver] = lambda: solver(AdjointProblem, backward, adjoint_options)
@@ -93,19 +98,28 @@ class Propagator:
         return self._adjoint_solver
 
     def forward(
-        self, u0: Tensor | None, *, start: Start, kept: Kept | None = None, iterations: int | None, need: Need = "all"
+        self,
+        u0: Tensor | None,
+        *,
+        start: Start,
+        kept: Kept | None = None,
+        iterations: int | None,
+        need: Need = "all",
+        context: Context | None = None,
     ) -> None:
         """Solve for the states; u0 is (batch, ...) on the first rank. Neighbour messages only.
 
         A constant start broadcasts u0 (collective); a tolerance reduces once per iteration.
         """
         self.stamp = self.stack.engine.refresh()
+        self.workspace.begin(context or Context())
         problem = self.forward_solver.problem
         if self.is_first:
             assert u0 is not None
             self.workspace.pack(u0, problem.value(0))
         self._start(self.forward_solver, start, kept, root=0)
         self.forward_solver.solve(iterations=iterations, coarse_start=start == "coarse", need=need)
+        self.workspace.commit()
 
     def adjoint(self, lam: Tensor | None, *, start: Start, kept: Kept | None = None, iterations: int | None) -> None:
         """Solve for the adjoints, linearised at the latest states; lam is (batch, ...) on the last rank."""
@@ -117,7 +131,7 @@ class Propagator:
         solver = self.adjoint_solver
         if self.is_last:
             assert lam is not None
-            self.workspace.pack(lam, solver.problem.value(self.stack.num_layers))
+            self.workspace.pack(lam, solver.problem.value(self.stack.num_layers), self.stack.num_layers)
         self._start(solver, start, kept, root=self.comm.size - 1)
         solver.solve(iterations=iterations, coarse_start=start == "coarse", need="gradient")
 
@@ -130,7 +144,8 @@ class Propagator:
         if start == "given":
             assert kept is not None
             for rows, run in _rows(runs):
-                problem.view(run).copy_(kept.states[rows] if len(run) > 1 else kept.states[rows.start])
+                given = kept.states[rows] if len(run) > 1 else kept.states[rows.start]
+                problem.view(run).copy_(self.workspace.fitted(given, run[0]))
             return
         value: Tensor | float = 0.0
         if start == "constant":
@@ -158,7 +173,8 @@ class Propagator:
 
     def last_state(self) -> Tensor:
         """u_N (batch, ...) on the last rank; a copy."""
-        return self.workspace.unpack(self.forward_solver.problem.value(self.stack.num_layers))
+        last = self.stack.num_layers
+        return self.workspace.unpack(self.forward_solver.problem.value(last), last)
 
     def first_adjoint(self) -> Tensor:
         """lambda_0 (batch, ...) on the first rank; a copy."""
@@ -171,7 +187,7 @@ class Propagator:
         if into is None or into.states.shape[1:] != self.workspace.rows(0).shape[1:]:
             into = Kept(self.workspace.rows(len(points)))
         for rows, run in _rows(problem.runs(points)):
-            into.states[rows].copy_(problem.view(run))
+            self.workspace.fitted(into.states[rows], run[0]).copy_(problem.view(run))
         return into
 
     def in_use(self) -> bool:

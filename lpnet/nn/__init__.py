@@ -1,6 +1,7 @@
 """What a network is: steps, stacks, openings and closings."""
 
 from lpnet.nn.conv import ConvStep
+from lpnet.nn.dropout import Dropout
 from lpnet.nn.ends import Classifier, ConvOpening, DenseOpening, ImageClassifier, Replicate, ZeroExpand
 from lpnet.nn.module_step import ModuleStep
 from lpnet.nn.stack import LayerStack
@@ -12,6 +13,7 @@ __all__ = [
     "ConvStep",
     "DenseOpening",
     "DenseStep",
+    "Dropout",
     "ImageClassifier",
     "LayerStack",
     "ModuleStep",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch import Tensor
 from lpnet.config import Activation
 from lpnet.errors import UsageError
 from lpnet.nn.activations import FUNCTIONS, activate_, pull
+from lpnet.nn.context import Block
 from lpnet.nn.kernels import Op
 from lpnet.nn.layerwise import LayerwiseWorkspace, places
 from lpnet.nn.steps import Index, corrected
@@ -60,7 +61,7 @@ class ConvStep:
         """Shape of a state; None where the opening decides."""
         return None if self.size is None else (batch, self.channels, *self.size)
 
-    def check(self, shape: Sequence[int]) -> None:
+    def check(self, shape: Sequence[Any]) -> None:
         """Refuse a state that does not fit.
 
         Raises:
@@ -87,11 +88,13 @@ class ConvStep:
         bias = torch.zeros(self.channels, *(self.size or ()) if self.bias == "image" else (), dtype=torch.float64)
         return {"weight": weight * (self.init_scale / fan_in**0.5), "bias": bias}
 
-    def engine(self, parameters: dict[str, Tensor], compute: torch.dtype | None = None) -> ConvEngine:
+    def engine(
+        self, parameters: dict[str, Tensor], compute: torch.dtype | None = None, block: Block | None = None
+    ) -> ConvEngine:
         """The weights of a block of layers in the layout and precision of the kernels."""
         return ConvEngine(self, parameters["weight"], parameters["bias"], compute or parameters["weight"].dtype)
 
-    def serial_layer(self, parameters: dict[str, Tensor], h: float) -> torch.nn.Module:
+    def serial_layer(self, parameters: dict[str, Tensor], h: float, layer: int = 0) -> torch.nn.Module:
         """One layer as an ordinary torch module with parameters of its own."""
         return SerialConvLayer(self, parameters, h)
 
@@ -148,7 +151,7 @@ class ConvEngine:
         """Gradients of the parameters; new tensors."""
         return {"weight": self.weight_gradient.clone(), "bias": self.bias_gradient.clone()}
 
-    def workspace(self, shape: Sequence[int], *, state_slots: int, layer_slots: int, kept_slots: int) -> ConvWorkspace:
+    def workspace(self, shape: Sequence[Any], *, state_slots: int, layer_slots: int, kept_slots: int) -> ConvWorkspace:
         """States of `shape` (batch, channels, height, width)."""
         return ConvWorkspace(self, shape, state_slots, layer_slots, kept_slots)
 
@@ -292,11 +295,11 @@ class ConvWorkspace(LayerwiseWorkspace):
 
         return [run]
 
-    def pack(self, u: Tensor, out: Tensor) -> None:
+    def pack(self, u: Tensor, out: Tensor, point: int = 0) -> None:
         """Write a state (batch, channels, height, width) into a payload."""
         out.copy_(u.permute(0, 2, 3, 1))
 
-    def unpack(self, payload: Tensor) -> Tensor:
+    def unpack(self, payload: Tensor, point: int = 0) -> Tensor:
         """A payload, or several, as states (..., batch, channels, height, width); a copy."""
         return payload.movedim(-1, -3).clone()
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lpnet.nn.context import Context
 from lpnet.nn.kernels import Op
 from lpnet.nn.steps import Index, corrected
 
@@ -47,6 +48,12 @@ class LayerwiseWorkspace:
         """Gradients of one layer from what its latest pull has kept."""
         raise NotImplementedError
 
+    def begin(self, context: Context) -> None:
+        """A pass begins."""
+
+    def commit(self) -> None:
+        """The states are found."""
+
     def state(self, slot: Index) -> Tensor:
         """Payload of a state."""
         return self.u[slot]
@@ -65,6 +72,14 @@ class LayerwiseWorkspace:
     def rows(self, count: int) -> Tensor:
         """A new array of `count` payloads."""
         return self.like.new_zeros(count, *self.payload)
+
+    def fitted(self, rows: Tensor, point: int) -> Tensor:
+        """Rows as payloads of a point; all points are alike here."""
+        return rows
+
+    def region(self, point: int) -> int:
+        """All points lie in one array."""
+        return 0
 
     def evaluate(self, layer: Index, u: Index, z: Index) -> list[Op]:
         """z = F(u)."""

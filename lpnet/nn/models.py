@@ -11,6 +11,7 @@ from lpnet.config import ModelConfig
 from lpnet.errors import UsageError
 from lpnet.nn.conv import ConvStep
 from lpnet.nn.ends import Classifier, ConvOpening, DenseOpening, ImageClassifier, Replicate, ZeroExpand
+from lpnet.nn.ode_resnet import ode_resnet_cifar
 from lpnet.nn.resnet import resnet, resnet_cifar, resnet_mnist
 from lpnet.nn.stack import LayerStack
 from lpnet.nn.steps import DenseStep, Step
@@ -18,7 +19,7 @@ from lpnet.nn.wide_resnet import wide_resnet
 from lpnet.parallel.partition import Partition
 from lpnet.seeding import generator_for
 
-__all__ = ["DTYPES", "network_parts", "resnet", "resnet_cifar", "resnet_mnist", "wide_resnet"]
+__all__ = ["DTYPES", "network_parts", "ode_resnet_cifar", "resnet", "resnet_cifar", "resnet_mnist", "wide_resnet"]
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 

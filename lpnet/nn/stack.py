@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lpnet.errors import UsageError
+from lpnet.nn.context import Block, Context
+from lpnet.nn.module_engine import ModuleEngine
 from lpnet.nn.module_step import ModuleStep
+from lpnet.nn.parts import StateShape
 from lpnet.nn.steps import Step
 from lpnet.parallel.comm import as_comm
 from lpnet.parallel.partition import Partition, uniform
@@ -59,19 +62,37 @@ class LayerStack(torch.nn.Module):
             )
         self.comm = as_comm(comm)
         self.step: Step = ModuleStep(step) if callable(step) else step
-        self.compute = dtype
-        self.num_layers = num_layers
+        self.compute, self.seed = dtype, seed
+        self.num_layers, self.offset = num_layers, 0
         self.h = final_time / num_layers
         self.low, self.high = self.partition.block(self.comm.rank)
         kept = torch.float32 if dtype == torch.bfloat16 else dtype
         rows = [self.step.initial(generator_for(seed, "stack", layer=layer)) for layer in range(self.low, self.high)]
-        for name in rows[0]:
-            stacked = torch.stack([row[name] for row in rows]).to(kept)
-            self.register_parameter(name, torch.nn.Parameter(stacked))
+        modules = isinstance(self.step, ModuleStep)
+        transient = self.step.transient() if isinstance(self.step, ModuleStep) else set()
+        for name, first in rows[0].items():
+            stacked = torch.stack([row[name].detach() for row in rows])
+            stacked = stacked.to(kept) if stacked.is_floating_point() else stacked
+            if modules and not isinstance(first, torch.nn.Parameter):
+                self.register_buffer(name, stacked, persistent=name not in transient)
+            else:
+                wanted = first.requires_grad or not modules
+                self.register_parameter(name, torch.nn.Parameter(stacked, requires_grad=wanted))
         self._make_engine()
 
     def _make_engine(self) -> None:
-        self.engine = self.step.engine(dict(self._parameters), self.compute)  # type: ignore[arg-type]
+        tensors: dict[str, Any] = {**self._parameters, **self._buffers}
+        self.engine = self.step.engine(tensors, self.compute, Block(self.low, self.h, self.seed, self.offset))
+
+    @property
+    def starts(self) -> dict[str, int] | None:
+        """None: rows are layers of the network."""
+        return None
+
+    @property
+    def barriers(self) -> tuple[int, ...]:
+        """Points that every level keeps: none."""
+        return ()
 
     @property
     def local_layers(self) -> int:
@@ -99,8 +120,51 @@ class LayerStack(torch.nn.Module):
         return result
 
     def shards(self, prefix: str = "stack") -> list[Shard]:
-        """The local parameters with their global names and rows. No communication."""
+        """The local parameters and buffers with their global names and rows. No communication."""
+        kept = [(n, b) for n, b in self.named_buffers() if n not in self._non_persistent_buffers_set]
         return [
-            Shard(f"{prefix}.{name.replace('/', '.')}", parameter, (self.low, self.high), self.num_layers)
-            for name, parameter in self.named_parameters()
+            Shard(f"{prefix}.{name.replace('/', '.')}", tensor, (self.low, self.high), self.num_layers)
+            for name, tensor in [*self.named_parameters(), *kept]
         ]
+
+    def rehearse(self, shape: Sequence[Any], context: Context) -> None:
+        """Try a state of this shape on the first layer. No communication.
+
+        Raises:
+            UsageError: the layer does not take it, or changes its shape.
+        """
+        if isinstance(self.engine, ModuleEngine):
+            self.engine.rehearse(shape, context)
+
+    def check(self, shape: Sequence[Any]) -> None:
+        """Refuse a first state that does not fit. No communication."""
+        self.step.check(shape)
+
+    def final_shape(self, shape: StateShape) -> StateShape:
+        """Shape of the last state; all are alike. No communication."""
+        return shape
+
+    def part(self, low: int, high: int, offset: int) -> LayerStack:
+        """A stack with copies of the rows low..high-1, for a network that begins it after `offset` layers."""
+        part = LayerStack.__new__(LayerStack)
+        torch.nn.Module.__init__(part)
+        part.partition, part.comm, part.step = self.partition, self.comm, self.step
+        part.compute, part.seed, part.num_layers, part.h = self.compute, self.seed, self.num_layers, self.h
+        part.low, part.high, part.offset = low, high, offset
+        for name, parameter in self.named_parameters():
+            rows = parameter.detach()[low:high].clone()
+            part.register_parameter(name, torch.nn.Parameter(rows, requires_grad=parameter.requires_grad))
+        for name, buffer in self.named_buffers():
+            kept = name not in self._non_persistent_buffers_set
+            part.register_buffer(name, buffer[low:high].clone(), persistent=kept)
+        part._make_engine()
+        return part
+
+    def rows(self) -> list[Any]:
+        """Copies of the parameters and buffers of every local layer. No communication."""
+        found = [*self.named_parameters(), *self.named_buffers()]
+        return [{name: tensor[i].detach().clone() for name, tensor in found} for i in range(self.local_layers)]
+
+    def serial_layers(self, rows: Sequence[Any]) -> list[torch.nn.Module]:
+        """All layers as ordinary torch modules, from the `rows` of all ranks. No communication."""
+        return [self.step.serial_layer(tensors, self.h, i) for i, tensors in enumerate(rows)]

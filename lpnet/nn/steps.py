@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from torch import Tensor
 from lpnet.config import Activation
 from lpnet.errors import UsageError
 from lpnet.nn.activations import FUNCTIONS, activate_, pull
+from lpnet.nn.context import Block, Context
 from lpnet.nn.kernels import Op, add, product
 
 Index = int | slice
@@ -33,6 +34,12 @@ class Workspace(Protocol):
     state: dense, without constant rows.
     """
 
+    def begin(self, context: Context) -> None:
+        """A pass begins: what all its evaluations see."""
+
+    def commit(self) -> None:
+        """The states are found: buffers take the values of the latest evaluations."""
+
     def state(self, slot: Index) -> Tensor:
         """Payload of a state."""
 
@@ -41,6 +48,12 @@ class Workspace(Protocol):
 
     def rows(self, count: int) -> Tensor:
         """A new array of `count` payloads."""
+
+    def fitted(self, rows: Tensor, point: int) -> Tensor:
+        """Rows of `rows` as payloads of a point, given by its global index."""
+
+    def region(self, point: int) -> int:
+        """Points of the same region lie in one array."""
 
     def evaluate(self, layer: Index, u: Index, z: Index) -> list[Op]:
         """z = F(u)."""
@@ -64,11 +77,11 @@ class Workspace(Protocol):
     def gradient(self, layers: slice, u: slice, d: slice, h: float) -> list[Op]:
         """Gradients of a run of layers."""
 
-    def pack(self, u: Tensor, out: Tensor) -> None:
+    def pack(self, u: Tensor, out: Tensor, point: int = 0) -> None:
         """Write a state (batch, ...) into a payload."""
 
-    def unpack(self, payload: Tensor) -> Tensor:
-        """A payload, or several, as states (..., batch, width); a copy."""
+    def unpack(self, payload: Tensor, point: int = 0) -> Tensor:
+        """A payload of a point, or several, as states (..., batch, width); a copy."""
 
 
 class Engine(Protocol):
@@ -89,7 +102,7 @@ class Engine(Protocol):
     def gradients(self) -> dict[str, Tensor]:
         """Gradients of the parameters; new tensors."""
 
-    def workspace(self, shape: Sequence[int], *, state_slots: int, layer_slots: int, kept_slots: int) -> Workspace:
+    def workspace(self, shape: Sequence[Any], *, state_slots: int, layer_slots: int, kept_slots: int) -> Workspace:
         """Memory for states of `shape` (batch, ...)."""
 
 
@@ -99,16 +112,18 @@ class Step(Protocol):
     def state_shape(self, batch: int) -> tuple[int, ...] | None:
         """Shape of a state; None where the opening decides."""
 
-    def check(self, shape: Sequence[int]) -> None:
+    def check(self, shape: Sequence[Any]) -> None:
         """Refuse a state that does not fit."""
 
     def initial(self, generator: torch.Generator) -> dict[str, Tensor]:
         """Initial parameters of one layer."""
 
-    def engine(self, parameters: dict[str, Tensor], compute: torch.dtype | None = None) -> Engine:
+    def engine(
+        self, parameters: dict[str, Tensor], compute: torch.dtype | None = None, block: Block | None = None
+    ) -> Engine:
         """Engine of a block of layers, from stacked parameters; F is computed in precision `compute`."""
 
-    def serial_layer(self, parameters: dict[str, Tensor], h: float) -> torch.nn.Module:
+    def serial_layer(self, parameters: dict[str, Tensor], h: float, layer: int = 0) -> torch.nn.Module:
         """One layer as an ordinary torch module."""
 
 
@@ -148,7 +163,7 @@ class DenseStep:
         """Shape of a state."""
         return batch, self.width
 
-    def check(self, shape: Sequence[int]) -> None:
+    def check(self, shape: Sequence[Any]) -> None:
         """Refuse a state that does not fit.
 
         Raises:
@@ -159,11 +174,13 @@ class DenseStep:
                 f"the opening makes a state of shape {tuple(shape)}; the stack needs (batch, {self.width})"
             )
 
-    def engine(self, parameters: dict[str, Tensor], compute: torch.dtype | None = None) -> DenseEngine:
+    def engine(
+        self, parameters: dict[str, Tensor], compute: torch.dtype | None = None, block: Block | None = None
+    ) -> DenseEngine:
         """The fused weights of a block of layers, in the precision of the products."""
         return DenseEngine(self, parameters["weight"], parameters["bias"], compute or parameters["weight"].dtype)
 
-    def serial_layer(self, parameters: dict[str, Tensor], h: float) -> torch.nn.Module:
+    def serial_layer(self, parameters: dict[str, Tensor], h: float, layer: int = 0) -> torch.nn.Module:
         """One layer as an ordinary torch module with parameters of its own."""
         return SerialDenseLayer(self, parameters, h)
 
@@ -224,7 +241,7 @@ class DenseEngine:
             "bias": bias.sum(1, keepdim=True) if self.step.bias == "scalar" else bias.contiguous(),
         }
 
-    def workspace(self, shape: Sequence[int], *, state_slots: int, layer_slots: int, kept_slots: int) -> DenseWorkspace:
+    def workspace(self, shape: Sequence[Any], *, state_slots: int, layer_slots: int, kept_slots: int) -> DenseWorkspace:
         """States of `shape` (batch, width)."""
         return DenseWorkspace(self, shape[0], state_slots, layer_slots, kept_slots)
 
@@ -242,6 +259,12 @@ class DenseWorkspace:
         self._lam: Tensor | None = None
         self._d: Tensor | None = None
         self._scratch: dict[tuple[str, int], Tensor] = {}
+
+    def begin(self, context: Context) -> None:
+        """A pass begins; nothing here depends on it."""
+
+    def commit(self) -> None:
+        """No buffers."""
 
     def state(self, slot: Index) -> Tensor:
         """Payload of a state, (width, batch) or (slots, width, batch)."""
@@ -268,6 +291,14 @@ class DenseWorkspace:
     def rows(self, count: int) -> Tensor:
         """A new array of `count` payloads."""
         return self.u.new_zeros(count, self.width, self.batch)
+
+    def fitted(self, rows: Tensor, point: int) -> Tensor:
+        """Rows as payloads of a point; all points are alike here."""
+        return rows
+
+    def region(self, point: int) -> int:
+        """All points lie in one array."""
+        return 0
 
     def scratch(self, purpose: str, like: Tensor) -> Tensor:
         """A shared dense array of the shape of `like`."""
@@ -316,11 +347,11 @@ class DenseWorkspace:
         out = self.engine.fused_gradient[layers]
         return [*product(self.d[d], self.u[u].transpose(1, 2), out), partial(out.mul_, h)]
 
-    def pack(self, u: Tensor, out: Tensor) -> None:
+    def pack(self, u: Tensor, out: Tensor, point: int = 0) -> None:
         """Write a state (batch, width) into a payload."""
         out.copy_(u.t())
 
-    def unpack(self, payload: Tensor) -> Tensor:
+    def unpack(self, payload: Tensor, point: int = 0) -> Tensor:
         """A payload, or several, as states (..., batch, width); a copy."""
         return payload.transpose(-1, -2).contiguous()
 

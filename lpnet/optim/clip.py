@@ -50,7 +50,7 @@ def clip_grad_norm(net: LayerParallel, max_norm: float) -> float:
         The global norm before clipping, on every rank.
     """
     shards = trainable(net.shards())
-    rows = RowSum(shards, net.partition)
+    rows = RowSum(shards, net.partition, starts=net.stack.starts)
     norm = float(np.sqrt(rows.total(net.comm.sum(rows.pack(norm_terms(shards))))[0]))
     scale_gradients(shards, norm, max_norm)
     return norm

@@ -11,7 +11,7 @@ algorithm 3.1).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -80,6 +80,7 @@ class LBFGS:
         armijo: c1 of the sufficient decrease.
         factor: the step shrinks by this from trial to trial.
         interrupted: asked after every rejected trial, the same answer on every rank: whether to give up the iteration.
+        starts: first layer of each part of a network of several stacks, see RowSum.
     """
 
     def __init__(
@@ -95,10 +96,11 @@ class LBFGS:
         armijo: float = 1e-4,
         factor: float = 0.5,
         interrupted: Callable[[], bool] = lambda: False,
+        starts: Mapping[str, int] | None = None,
     ) -> None:
         self._shards = trainable(shards)
         self._problem, self._comm = problem, comm
-        self.rows = RowSum(self._shards, partition)
+        self.rows = RowSum(self._shards, partition, starts=starts)
         self._lr, self._memory, self._trials, self._armijo, self._factor = lr, memory, trials, armijo, factor
         self._interrupted = interrupted
         slots = memory + 1  # one more than the pairs kept: a pair without curvature must not cost the oldest one

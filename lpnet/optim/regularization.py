@@ -41,6 +41,8 @@ class Regularization:
     def __init__(
         self, net: LayerParallel, *, tikhonov: float = 0.0, classifier_tikhonov: float = 0.0, ddt: float = 0.0
     ) -> None:
+        if ddt and net.stack.starts is not None:
+            raise UsageError("optim.ddt couples the layers of one stack; a network of several takes ddt 0")
         shards, comm, partition, h = net.shards(), net.comm, net.partition, net.stack.h
         self._shards = trainable(shards)
         self._stacked = [shard for shard in self._shards if shard.rows is not None]
@@ -48,7 +50,7 @@ class Regularization:
         self._gammas = [
             classifier_tikhonov if shard.name.startswith("closing.") else tikhonov for shard in self._shards
         ]
-        self.rows = RowSum(self._shards, partition)
+        self.rows = RowSum(self._shards, partition, starts=net.stack.starts)
         self.active = bool(tikhonov or classifier_tikhonov or ddt)
         self._boundary: tuple[torch.Tensor | None, torch.Tensor | None] | None = None
         self._versions: list[int] = []

@@ -11,7 +11,7 @@ so that every rank finishes the same tree in the same order. Higham, "The accura
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -48,25 +48,35 @@ class RowSum:
         shards: this rank's parameters; stacked ones share their rows.
         partition: which rank owns which rows.
         groups: first words of the names of whole parameters, each group on one rank.
+        starts: for networks of several stacks: first word of a stack's or transition's names -> its first layer. A
+            transition's whole parameters are one row.
     """
 
     def __init__(
-        self, shards: Sequence[Shard], partition: Partition, groups: Sequence[str] = ("opening", "closing")
+        self,
+        shards: Sequence[Shard],
+        partition: Partition,
+        groups: Sequence[str] = ("opening", "closing"),
+        starts: Mapping[str, int] | None = None,
     ) -> None:
         self._shards, self._groups = list(shards), list(groups)
-        for shard in shards:
-            if shard.rows is None and shard.name.split(".")[0] not in groups:
+        self._rows = [_global_rows(shard, starts or {}) for shard in shards]
+        for shard, found in zip(shards, self._rows, strict=True):
+            if found is None and shard.name.split(".")[0] not in groups:
                 raise LpnetError(f"{shard.name} is a whole parameter outside the groups {', '.join(groups)}")
         blocks = [partition.block(rank) for rank in range(partition.ranks)]
-        rows = {shard.rows for shard in shards if shard.rows is not None}
-        if len(rows) > 1 or not rows <= set(blocks):
+        rows = {found for found in self._rows if found is not None}
+        block = (min(low for low, _ in rows), max(high for _, high in rows)) if rows else (0, 0)
+        if starts is None and (len(rows) > 1 or not rows <= set(blocks)):
             raise LpnetError(
                 f"stacked parameters must share the rows of one block of {partition.bounds}; got {sorted(rows)}"
             )
-        block = rows.pop() if rows else (0, 0)
+        if starts is not None and rows:  # a layer without parameters has no row here
+            block = partition.block(partition.owner(block[0]))
         nodes = [node for low, high in blocks for node in subtrees(low, high)]
         self._nodes = {node: index for index, node in enumerate(nodes)}
-        self._mine, self._first, self._layers = subtrees(*block), block[0], partition.layers
+        self._mine, self._layers = subtrees(*block), partition.layers
+        self._first, self._high = block
         self.length = len(nodes) + len(self._groups)
 
     def pack(self, terms: Sequence[np.ndarray]) -> np.ndarray:
@@ -79,18 +89,18 @@ class RowSum:
             (sums, length), zero where another rank has the term.
         """
         out = np.zeros((terms[0].shape[0] if terms else 1, self.length))
-        stacked = [term for term, shard in zip(terms, self._shards, strict=True) if shard.rows is not None]
+        stacked = [(term, at) for term, at in zip(terms, self._rows, strict=True) if at is not None]
         if stacked:
-            rows = stacked[0].copy()
-            for term in stacked[1:]:
-                rows += term
+            rows = np.zeros((out.shape[0], self._high - self._first))
+            for term, (low, high) in stacked:
+                rows[:, low - self._first : high - self._first] += term.reshape(out.shape[0], -1)
             for node in self._mine:
                 part = rows[:, node[0] - self._first : node[0] - self._first + node[1]]
                 while part.shape[1] > 1:
                     part = part[:, ::2] + part[:, 1::2]
                 out[:, self._nodes[node]] = part[:, 0]
-        for term, shard in zip(terms, self._shards, strict=True):
-            if shard.rows is None:
+        for term, shard, at in zip(terms, self._shards, self._rows, strict=True):
+            if at is None:
                 out[:, len(self._nodes) + self._groups.index(shard.name.split(".")[0])] += term
         return out
 
@@ -108,6 +118,14 @@ class RowSum:
         left = self._subtree(summed, first, size // 2)
         middle = first + size // 2
         return left + self._subtree(summed, middle, size // 2) if middle < self._layers else left
+
+
+def _global_rows(shard: Shard, starts: Mapping[str, int]) -> tuple[int, int] | None:
+    """The layers that a shard belongs to; None for a whole parameter of an end."""
+    start = starts.get(shard.name.split(".")[0], 0)
+    if shard.rows is None:
+        return (start, start + 1) if shard.name.split(".")[0] in starts else None
+    return start + shard.rows[0], start + shard.rows[1]
 
 
 def dots(left: torch.Tensor, right: torch.Tensor, *, stacked: bool) -> np.ndarray:

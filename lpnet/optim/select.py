@@ -45,7 +45,8 @@ def optimizer_shards(optimizer: torch.optim.Optimizer, shards: Sequence[Shard], 
     Args:
         optimizer: on the local parameters.
         shards: those parameters.
-        rank: this rank; a stacked parameter's numbers, the same on all ranks, are handed in by rank 0.
+        rank: this rank; a stacked parameter's numbers, the same on all ranks, are handed in by rank 0 or, where
+            it has none of its rows, by the owner of the first one.
     """
     out = []
     for shard in shards:
@@ -53,7 +54,7 @@ def optimizer_shards(optimizer: torch.optim.Optimizer, shards: Sequence[Shard], 
             name = f"{shard.name}/{slot}"
             if torch.is_tensor(value) and value.shape == shard.tensor.shape:
                 out.append(Shard(name, value.detach(), shard.rows, shard.layers))
-            elif value is not None and (shard.rows is None or rank == 0):
+            elif value is not None and (rank == 0 or shard.rows is None or shard.rows[0] == 0):
                 out.append(Shard(name, torch.as_tensor(value).detach()))
     return out
 

@@ -81,7 +81,7 @@ def _sums(
     for x, y in zip(samples.x.split(size), samples.y.split(size), strict=True):
         if interrupted is not None and net.comm.sum(np.array([float(interrupted())]))[0]:
             return None
-        logits = net.exact_logits(x)
+        logits = _evaluate(net, x)
         if logits is not None:
             correct += int((logits.argmax(1) == y).sum())
             loss += float(
@@ -92,9 +92,21 @@ def _sums(
     return correct, loss
 
 
+def _evaluate(net: Classifier, x: torch.Tensor) -> torch.Tensor | None:
+    """Logits in evaluation mode: running statistics, no dropout. Neighbour messages only."""
+    if not isinstance(net, torch.nn.Module):
+        return net.exact_logits(x)
+    training = net.training
+    net.eval()
+    try:
+        return net.exact_logits(x)  # type: ignore[operator]
+    finally:
+        net.train(training)
+
+
 def predict(net: Classifier, x: torch.Tensor) -> np.ndarray:
     """Predicted classes (samples,) on every rank. Collective over net.comm."""
-    parts = [net.exact_logits(part) for part in x.split(CHUNK)]
+    parts = [_evaluate(net, part) for part in x.split(CHUNK)]
     classes = torch.empty(len(x), dtype=torch.int64)
     if net.is_last:
         classes.copy_(torch.cat([part for part in parts if part is not None]).argmax(1))

@@ -104,13 +104,15 @@ class _Objective:
     def __init__(self, net: LayerParallel, regularization: Regularization) -> None:
         self.net, self.regularization = net, regularization
         self.shards = trainable(net.shards())
-        self.rows = RowSum(self.shards, net.partition)
+        self.rows = RowSum(self.shards, net.partition, starts=net.stack.starts)
         self.stop_requested = False
+        self.step = 0  # trials of one step draw the same masks
         self._objective: torch.Tensor | None = None
 
     def forward(self, samples: Samples, batch: int | None) -> tuple[np.ndarray, list[np.ndarray]]:
         """Local loss and stop flag, and the regularisation's terms. Neighbour messages only."""
         self._objective = None  # the graph of a rejected trial dies before the next forward
+        self.net.begin_step(self.step)
         logits = self.net.local_logits(samples.x, batch)
         self._objective = torch.nn.functional.cross_entropy(logits, samples.y) if self.net.is_last else logits
         loss = float(self._objective.detach()) if self.net.is_last else 0.0
@@ -205,7 +207,7 @@ class GradientSteps(_WholeSteps):
             NumericsError: loss or gradient is not finite, on every rank; the parameters are as they were.
         """
         began = time.perf_counter()
-        self._objective.stop_requested = self.stop_requested
+        self._objective.stop_requested, self._objective.step = self.stop_requested, self.steps
         head, terms = self._objective.forward(samples, batch)
         self._objective.backward()
         rows, shards = self._objective.rows, self._objective.shards
@@ -280,6 +282,7 @@ class LBFGSSteps(_WholeSteps):
             memory=config.memory,
             trials=config.line_search_trials,
             interrupted=lambda: self._stop,
+            starts=net.stack.starts,
         )
         self.kind = "LBFGS"
         self._reports: tuple[SolveReport | None, SolveReport | None] = (None, None)
@@ -327,7 +330,7 @@ class LBFGSSteps(_WholeSteps):
 
     def evaluate(self) -> np.ndarray:
         """Forward at the current parameters. Neighbour messages only."""
-        self._objective.stop_requested = self.stop_requested
+        self._objective.stop_requested, self._objective.step = self.stop_requested, self.steps
         head, terms = self._objective.forward(self._samples, self._batch)
         return np.concatenate([head, self._objective.rows.pack(terms).ravel()])
 

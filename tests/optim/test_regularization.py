@@ -30,7 +30,8 @@ def make_net(comm: Comm, values: dict[str, torch.Tensor], bounds: tuple[int, ...
             shards.append(Shard(name, value[low:high].clone().requires_grad_(), (low, high), LAYERS))
         elif comm.rank == (0 if name.startswith("opening.") else comm.size - 1):
             shards.append(Shard(name, value.clone().requires_grad_()))
-    return SimpleNamespace(shards=lambda: shards, comm=comm, partition=partition, stack=SimpleNamespace(h=H))
+    stack = SimpleNamespace(h=H, starts=None)
+    return SimpleNamespace(shards=lambda: shards, comm=comm, partition=partition, stack=stack)
 
 
 def make_values(bias: tuple[int, ...] = (LAYERS, 1), dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
