@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from lpnet.mgrit.serial import gather_state_dict
     from lpnet.nn import models
     from lpnet.nn.stack import LayerStack
+    from lpnet.parallel.emulator import emulate
+    from lpnet.parallel.interconnect import NetworkModel
     from lpnet.train.saving import load, save
 
 __version__ = "0.1.0"
@@ -26,6 +28,8 @@ _HOMES = {
     "LayerStack": "lpnet.nn.stack",
     "LpnetError": "lpnet.errors",
     "UsageError": "lpnet.errors",
+    "NetworkModel": "lpnet.parallel.interconnect",
+    "emulate": "lpnet.parallel.emulator",
     "gather_state_dict": "lpnet.mgrit.serial",
     "load": "lpnet.train.saving",
     "save": "lpnet.train.saving",
@@ -37,7 +41,9 @@ __all__ = [
     "LayerParallel",
     "LayerStack",
     "LpnetError",
+    "NetworkModel",
     "UsageError",
+    "emulate",
     "gather_state_dict",
     "load",
     "models",

@@ -64,7 +64,7 @@ def profile(config: Config, comm: Comm, *, steps: int = 20) -> Profile:
         comm: ranks.
         steps: steps measured.
     """
-    data = comm.together(lambda: load(config.data, config.seed, DTYPES[config.model.dtype]))
+    data = comm.shared(lambda: load(config.data, config.seed, DTYPES[config.model.dtype]))
     order = BatchOrder(len(data.train), config.data.batch_size, config.seed, "fixed")
     strategy = make_strategy(build_network(config, data, comm), config.optim)
 

@@ -10,7 +10,6 @@ are settings of `MGRIT`, not code paths here.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -172,7 +171,7 @@ class GradientSteps:
         Raises:
             NumericsError: loss or gradient is not finite, on every rank; the parameters are as they were.
         """
-        began = time.perf_counter()
+        began = self._net.comm.now()
         self._objective.stop_requested = self.stop_requested
         head, terms = self._objective.forward(samples, batch)
         self._objective.backward()
@@ -201,7 +200,7 @@ class GradientSteps:
             self._config.lr,
             forward,
             adjoint,
-            time.perf_counter() - began,
+            self._net.comm.now() - began,
             bool(stop),
         )
 
@@ -257,7 +256,7 @@ class LBFGSSteps:
         Raises:
             NumericsError: objective or gradient is not finite, on every rank.
         """
-        began = time.perf_counter()
+        began = self._net.comm.now()
         self._samples, self._batch, self._stop = samples, batch, False
         try:
             at = self._lbfgs.evaluation or self._lbfgs.start()
@@ -273,7 +272,7 @@ class LBFGSSteps:
             step_size,
             forward,
             adjoint,
-            time.perf_counter() - began,
+            self._net.comm.now() - began,
             self._stop,
             report.stop,
         )

@@ -7,7 +7,6 @@ at the end:          evaluate exactly, last row, checkpoint, pictures, trace
 from __future__ import annotations
 
 import logging
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -52,7 +51,9 @@ def train(config: Config, comm: Comm) -> int:
     """
     check(config, comm)
     folder = RunFolder.open(config, comm)
-    run_log.setup(comm.rank, comm.size, folder=folder.path, level=config.run.log_level)
+    speaks = comm.rank == 0 or comm.meter is None  # emulated ranks share the log of one process
+    if speaks:
+        run_log.setup(comm.rank, comm.size, folder=folder.path, level=config.run.log_level)
     if config.run.trace:
         trace.start(comm)
     try:
@@ -63,7 +64,8 @@ def train(config: Config, comm: Comm) -> int:
         return code
     finally:
         trace.stop()
-        run_log.close()
+        if speaks:
+            run_log.close()
 
 
 def check(config: Config, comm: Comm) -> None:
@@ -94,7 +96,7 @@ class Trainer:
 
     def __init__(self, config: Config, comm: Comm, folder: RunFolder) -> None:
         self.config, self.comm, self.folder = config, comm, folder
-        self.data = comm.together(lambda: load_data(config.data, config.seed, DTYPES[config.model.dtype]))
+        self.data = comm.shared(lambda: load_data(config.data, config.seed, DTYPES[config.model.dtype]))
         self.order = BatchOrder(
             len(self.data.train), config.data.batch_size, config.seed, "fixed" if keeps_states(config) else "reshuffled"
         )
@@ -135,7 +137,7 @@ class Trainer:
             parameters,
             self.folder.path,
         )
-        began, stopped = time.perf_counter(), False
+        began, stopped = comm.now(), False
         before = self.folder.row_at(self.step) if comm.rank == 0 else {}
         resume_at = self.step if self.folder.checkpoint is not None or self.folder.metrics.exists() else None
         with (
@@ -144,6 +146,7 @@ class Trainer:
         ):
             while self.step < run.steps and not stopped:
                 scores = self._score() if run.eval_every and self.step % run.eval_every == 0 else None
+                comm.at_step(self.step)
                 with trace.span("step", step=self.step):
                     report = self.strategy.step(*self._batch(self.order.at(self.step)))
                 if report.finished is not None:
@@ -165,7 +168,7 @@ class Trainer:
             scores.train_accuracy,
             scores.val_accuracy,
             scores.val_loss,
-            time.perf_counter() - began,
+            comm.now() - began,
         )
         if run.plots and not stopped:
             with trace.span("pictures"):
