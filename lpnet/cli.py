@@ -32,6 +32,14 @@ Flags win over the file. {more}
 """
 
 
+_EMULATE = ("emulate", "network", "networks")
+_EMULATE_USAGE = "[--emulate P[,P...]] [--network NAME] "
+_EMULATE_HELP = (
+    "--emulate P[,P...] runs P virtual ranks in this process, with predicted times, over --network NAME (infiniband, "
+    "slingshot, ethernet, loopback, or a name in --networks FILE)."
+)
+
+
 @dataclass
 class _Job:
     """This process among the ranks of the job; `abort` once MPI runs with several ranks."""
@@ -106,12 +114,19 @@ def _start_log(job: _Job, level: str, warnings: Sequence[str]) -> None:
 def _train(arguments: Sequence[str], job: _Job) -> int:
     """Train a network and leave a run folder."""
     if _wants_help(arguments):
-        _print_config_help(_train, more="--resume is short for --run.resume. Under mpirun or srun all ranks work.")
+        more = f"--resume is short for --run.resume. Under mpirun or srun all ranks work. {_EMULATE_HELP}"
+        _print_config_help(_train, usage=_EMULATE_USAGE, more=more)
         return 0
     from lpnet.configfile import parse
 
-    parsed = parse(arguments)
+    parsed = parse(arguments, options=_EMULATE)
     _start_log(job, parsed.config.run.log_level, parsed.warnings)
+    if any(name in parsed.options for name in _EMULATE):
+        from lpnet.scaling.emulated import requested, train_emulated
+
+        request = requested(parsed.options, started_ranks=job.size)
+        assert request is not None
+        return train_emulated(parsed.config, request)
     comm = job.start(parsed.config.parallel)
     from lpnet.train.trainer import train
 
@@ -203,19 +218,30 @@ def _info(arguments: Sequence[str], job: _Job) -> int:
 def _bench(arguments: Sequence[str], job: _Job) -> int:
     """Train a few steps and print where their time goes: by span, level and rank; writes no run folder."""
     if _wants_help(arguments):
-        more = "--steps N steps are measured (default 20); --json FILE also writes the numbers."
-        _print_config_help(_bench, usage="[--steps N] [--json FILE] ", more=more)
+        more = f"--steps N steps are measured (default 20); --json FILE also writes the numbers. {_EMULATE_HELP}"
+        _print_config_help(_bench, usage=f"[--steps N] [--json FILE] {_EMULATE_USAGE}", more=more)
         return 0
     from lpnet.configfile import parse
 
-    parsed = parse(arguments, options=("steps", "json"))
+    parsed = parse(arguments, options=("steps", "json", *_EMULATE))
     text = parsed.options.get("steps", "20")
     if not (text.isdecimal() and int(text) > 0):
         raise UsageError(f"--steps is {text!r}; expected a whole number greater than 0")
     _start_log(job, parsed.config.run.log_level, parsed.warnings)
-    comm = job.start(parsed.config.parallel)
     from pathlib import Path
 
+    if any(name in parsed.options for name in _EMULATE):
+        from lpnet.scaling.emulated import bench, requested, tables
+        from lpnet.scaling.profile import save_all
+
+        request = requested(parsed.options, started_ranks=job.size)
+        assert request is not None
+        profiles = bench(parsed.config, request, steps=int(text))
+        print(tables(profiles))
+        if "json" in parsed.options:
+            save_all(Path(parsed.options["json"]), profiles)
+        return 0
+    comm = job.start(parsed.config.parallel)
     from lpnet.scaling.profile import profile
     from lpnet.train.trainer import check
 

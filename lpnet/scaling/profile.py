@@ -7,6 +7,7 @@ per level; gradient, reduction, optimiser; what is left is `other`.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from lpnet.nn.models import DTYPES
 from lpnet.parallel.comm import Comm
 from lpnet.train.strategies import make_strategy
 
+SHOWN = 8  # ranks in a table
+SETTLE = 2  # steps after the warm-up whose costs are known when the clocks of emulated ranks start
 WARM = 3  # steps that are not counted: first use of memory, cold starts
 
 
@@ -31,29 +34,42 @@ class Profile:
         steps: steps measured.
         step: whole step, per rank.
         spans: by name ("f_relax level 0", ...), per rank.
+        predicted: what the times were predicted for, where the ranks were emulated.
     """
 
     ranks: int
     steps: int
     step: list[float]
     spans: dict[str, list[float]]
+    predicted: str | None = None
 
     def table(self) -> str:
-        """Milliseconds and share of the step, per span and rank."""
+        """Milliseconds and share of the step, per span and rank; of many ranks the first, the middle and the last."""
+        shown = range(self.ranks) if self.ranks <= SHOWN else (0, self.ranks // 2, self.ranks - 1)
         width = max(len(name) for name in [*self.spans, "whole step"])
         lines = [
             f"milliseconds per training step over {self.steps} steps, and the share of the step",
-            f"{'':{width}} " + " ".join(f"{f'rank {rank}':>16}" for rank in range(self.ranks)),
+            *([self.predicted] if self.predicted is not None else []),
+            f"{'':{width}} " + " ".join(f"{f'rank {rank}':>16}" for rank in shown),
         ]
         for name, seconds in sorted(self.spans.items(), key=lambda item: -sum(item[1])):
-            cells = [f"{s * 1e3:9.3f} {100 * s / max(w, 1e-12):5.1f}%" for s, w in zip(seconds, self.step, strict=True)]
+            cells = [
+                f"{seconds[rank] * 1e3:9.3f} {100 * seconds[rank] / max(self.step[rank], 1e-12):5.1f}%"
+                for rank in shown
+            ]
             lines.append(f"{name:{width}} " + " ".join(f"{cell:>16}" for cell in cells))
-        lines.append(f"{'whole step':{width}} " + " ".join(f"{s * 1e3:9.3f} {100.0:5.1f}%" for s in self.step))
+        whole = " ".join(f"{self.step[rank] * 1e3:9.3f} {100.0:5.1f}%" for rank in shown)
+        lines.append(f"{'whole step':{width}} {whole}")
         return "\n".join(lines)
 
     def save(self, path: Path) -> None:
         """Write the numbers as JSON."""
         path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+
+def save_all(path: Path, profiles: Sequence[Profile]) -> None:
+    """Write the numbers of several profiles as JSON. No communication."""
+    path.write_text(json.dumps([asdict(found) for found in profiles], indent=1) + "\n")
 
 
 def profile(config: Config, comm: Comm, *, steps: int = 20) -> Profile:
@@ -79,6 +95,11 @@ def profile(config: Config, comm: Comm, *, steps: int = 20) -> Profile:
         trace.start(comm, events=False)  # bind the timed programs before they are measured
         for index in range(warm):
             step(index)
+        if comm.meter is not None:
+            comm.restart_clocks()
+            for index in range(warm, warm + SETTLE):
+                step(index)
+            warm += SETTLE
         trace.start(comm, events=False)
         for index in range(warm, warm + steps):
             step(index)
