@@ -1,4 +1,4 @@
-"""The command line: train, eval, plan, show, export, info.
+"""The command line: train, eval, bench, study, plan, show, export, info.
 
 The configuration is parsed, and its mistakes are reported, before torch is imported and before MPI starts; one rank
 without a launcher never starts MPI. The only library module that names COMM_WORLD. Exit codes: 0 done, 1 failure,
@@ -255,16 +255,41 @@ def _bench(arguments: Sequence[str], job: _Job) -> int:
     return 0
 
 
+def _study(arguments: Sequence[str], job: _Job) -> int:
+    """Run a scaling study, real or emulated, and leave its tables and pictures; goes on where it was interrupted."""
+    parser = _parser(_study)
+    parser.add_argument("path", metavar="STUDY.yaml", help="a study, such as drivers/scaling_peaks.yaml")
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder of study.csv, study.json, study.md, PNG")
+    parser.add_argument("--data.root", dest="data_root", metavar="DIR", help="folder of the data files")
+    options = parser.parse_args(arguments)
+    if job.size > 1:
+        raise UsageError("lpnet study launches its own ranks; start it without mpirun")
+    from pathlib import Path
+
+    from lpnet.scaling.cells import read_study
+
+    study = read_study(options.path, data_root=options.data_root)
+    _start_log(job, "INFO", ())
+    from lpnet.io.plots import require_matplotlib
+    from lpnet.scaling.study import run_study
+
+    require_matplotlib()
+    run_study(study, Path(options.out))
+    print((Path(options.out) / "study.md").read_text(encoding="utf-8").rstrip())
+    return 0
+
+
 _COMMANDS = {
     "train": _train,
     "eval": _eval,
     "bench": _bench,
+    "study": _study,
     "plan": _plan,
     "show": _show,
     "export": _export,
     "info": _info,
 }
-_TOGETHER = ("train", "eval", "bench")  # all ranks work; of the others, rank 0 only
+_TOGETHER = ("train", "eval", "bench", "study")  # all ranks work; of the others, rank 0 only
 
 
 def _usage() -> str:

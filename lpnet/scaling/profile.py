@@ -7,9 +7,11 @@ per level; gradient, reduction, optimiser; what is left is `other`.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from lpnet.config import Config
 from lpnet.data.batches import BatchOrder
@@ -18,7 +20,7 @@ from lpnet.io import trace
 from lpnet.mgrit.network import build_network
 from lpnet.nn.models import DTYPES
 from lpnet.parallel.comm import Comm
-from lpnet.train.strategies import make_strategy
+from lpnet.train.strategies import StepReport, make_strategy
 
 SHOWN = 8  # ranks in a table
 SETTLE = 2  # steps after the warm-up whose costs are known when the clocks of emulated ranks start
@@ -35,6 +37,9 @@ class Profile:
         step: whole step, per rank.
         spans: by name ("f_relax level 0", ...), per rank.
         predicted: what the times were predicted for, where the ranks were emulated.
+        losses: before the first and before the last training step.
+        residuals: forward residuals of the last step.
+        critical_path: layer evaluations on the longest chain of one step's two solves; None for one level on one rank.
     """
 
     ranks: int
@@ -42,6 +47,20 @@ class Profile:
     step: list[float]
     spans: dict[str, list[float]]
     predicted: str | None = None
+    losses: tuple[float, float] = (math.nan, math.nan)
+    residuals: tuple[float, ...] = ()
+    critical_path: int | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Of one step on the slowest rank."""
+        return max(self.step)
+
+    @property
+    def communication(self) -> float:
+        """Share of the step that goes into messages, waiting and reductions; mean over the ranks."""
+        talk = [name for name in self.spans if name.split()[0] in ("wait", "message", "reduction")]
+        return sum(sum(self.spans[name]) for name in talk) / max(sum(self.step), 1e-12)
 
     def table(self) -> str:
         """Milliseconds and share of the step, per span and rank; of many ranks the first, the middle and the last."""
@@ -67,6 +86,11 @@ class Profile:
         path.write_text(json.dumps(asdict(self), indent=1) + "\n")
 
 
+def read_profile(content: dict[str, Any]) -> Profile:
+    """A profile from its JSON. No communication."""
+    return Profile(**{**content, "losses": tuple(content["losses"]), "residuals": tuple(content["residuals"])})
+
+
 def save_all(path: Path, profiles: Sequence[Profile]) -> None:
     """Write the numbers of several profiles as JSON. No communication."""
     path.write_text(json.dumps([asdict(found) for found in profiles], indent=1) + "\n")
@@ -84,22 +108,23 @@ def profile(config: Config, comm: Comm, *, steps: int = 20) -> Profile:
     order = BatchOrder(len(data.train), config.data.batch_size, config.seed, "fixed")
     strategy = make_strategy(build_network(config, data, comm), config.optim)
 
+    reports: list[StepReport] = []
+
     def step(index: int) -> None:
         batch = order.at(index)
         samples = data.train if order.full else data.train.take(batch.indices)
         with trace.span("step"):
-            strategy.step(samples, batch.id)
+            reports[1:] = [strategy.step(samples, batch.id)]
 
     warm = max(WARM, order.batches + 1 if order.batches <= 20 else WARM)
     try:
         trace.start(comm, events=False)  # bind the timed programs before they are measured
         for index in range(warm):
             step(index)
-        if comm.meter is not None:
-            comm.restart_clocks()
-            for index in range(warm, warm + SETTLE):
-                step(index)
-            warm += SETTLE
+        comm.restart_clocks()
+        for index in range(warm, warm + SETTLE):
+            step(index)
+        warm += SETTLE
         trace.start(comm, events=False)
         for index in range(warm, warm + steps):
             step(index)
@@ -115,4 +140,12 @@ def profile(config: Config, comm: Comm, *, steps: int = 20) -> Profile:
         steps,
         [w for w, _ in everyone],
         {name: [spans.get(name, 0.0) for _, spans in everyone] for name in names},
+        losses=(reports[0].loss, reports[-1].loss),
+        residuals=reports[-1].forward.residuals if reports[-1].forward is not None else (),
+        critical_path=_path(reports[-1]),
     )
+
+
+def _path(report: StepReport) -> int | None:
+    solves = [solve for solve in (report.forward, report.adjoint) if solve is not None]
+    return sum(solve.critical_path for solve in solves) if solves else None
