@@ -1,4 +1,4 @@
-"""The command line: train, eval, bench, study, plan, show, export, info.
+"""The command line: train, eval, bench, study, tune, plan, show, export, info.
 
 The configuration is parsed, and its mistakes are reported, before torch is imported and before MPI starts; one rank
 without a launcher never starts MPI. The only library module that names COMM_WORLD. Exit codes: 0 done, 1 failure,
@@ -279,17 +279,55 @@ def _study(arguments: Sequence[str], job: _Job) -> int:
     return 0
 
 
+def _tune(arguments: Sequence[str], job: _Job) -> int:
+    """Choose method, ranks and grids from measured costs and emulation; prints why and writes the configuration."""
+    own = ("ranks", "out", "max-error", "network", "networks")
+    if _wants_help(arguments):
+        more = (
+            "--ranks P: ranks there are; --out FILE is written (default tuned.yaml); --max-error E: largest relative "
+            "gradient error (default 0.1); --network NAME [--networks FILE] as in lpnet bench."
+        )
+        _print_config_help(_tune, usage="--ranks P [--out FILE] [--max-error E] [--network NAME] ", more=more)
+        return 0
+    from lpnet.configfile import parse, to_yaml
+
+    parsed = parse(arguments, options=own)
+    text, error = parsed.options.get("ranks", ""), parsed.options.get("max-error", "0.1")
+    if not (text.isdecimal() and int(text) > 0):
+        raise UsageError(f"--ranks is {text!r}; expected a whole number greater than 0")
+    if not (error.replace(".", "", 1).isdecimal() and float(error) > 0):
+        raise UsageError(f"--max-error is {error!r}; expected a number greater than 0, such as 0.1")
+    if job.size > 1:
+        raise UsageError("lpnet tune emulates the ranks; start it without mpirun")
+    from pathlib import Path
+
+    from lpnet.parallel.interconnect import named
+
+    network = named(parsed.options.get("network", "infiniband"), parsed.options.get("networks"))
+    _start_log(job, "WARNING", ())
+    from lpnet.scaling.tune import tune
+
+    choice = tune(parsed.config, int(text), network, most_error=float(error))
+    print(choice.table())
+    out = Path(parsed.options.get("out", "tuned.yaml"))
+    out.write_text(to_yaml(choice.best.config), encoding="utf-8")
+    start = f"mpirun -n {choice.best.ranks} lpnet train {out}" if choice.best.ranks > 1 else f"lpnet train {out}"
+    print(f"wrote {out}: {start}")
+    return 0
+
+
 _COMMANDS = {
     "train": _train,
     "eval": _eval,
     "bench": _bench,
     "study": _study,
+    "tune": _tune,
     "plan": _plan,
     "show": _show,
     "export": _export,
     "info": _info,
 }
-_TOGETHER = ("train", "eval", "bench", "study")  # all ranks work; of the others, rank 0 only
+_TOGETHER = ("train", "eval", "bench", "study", "tune")  # all ranks work; of the others, rank 0 only
 
 
 def _usage() -> str:
