@@ -261,6 +261,8 @@ def _study(arguments: Sequence[str], job: _Job) -> int:
     parser.add_argument("path", metavar="STUDY.yaml", help="a study, such as drivers/scaling_peaks.yaml")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder of study.csv, study.json, study.md, PNG")
     parser.add_argument("--data.root", dest="data_root", metavar="DIR", help="folder of the data files")
+    parser.add_argument("--run", choices=("emulated", "measured"), help="in place of the file's run")
+    parser.add_argument("--launch", metavar="COMMAND", help="how measured cells start, such as 'srun -n {ranks}'")
     options = parser.parse_args(arguments)
     if job.size > 1:
         raise UsageError("lpnet study launches its own ranks; start it without mpirun")
@@ -268,7 +270,7 @@ def _study(arguments: Sequence[str], job: _Job) -> int:
 
     from lpnet.scaling.cells import read_study
 
-    study = read_study(options.path, data_root=options.data_root)
+    study = read_study(options.path, data_root=options.data_root, run=options.run, launch=options.launch)
     _start_log(job, "INFO", ())
     from lpnet.io.plots import require_matplotlib
     from lpnet.scaling.study import run_study

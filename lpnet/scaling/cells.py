@@ -103,12 +103,16 @@ class Study:
     cells: tuple[Cell, ...]
 
 
-def read_study(path: str, *, data_root: str | None = None) -> Study:
+def read_study(
+    path: str, *, data_root: str | None = None, run: str | None = None, launch: str | None = None
+) -> Study:
     """Read a study file.
 
     Args:
         path: YAML.
         data_root: folder of the data files, where it differs.
+        run: emulated or measured, in place of the file's.
+        launch: how measured cells start, in place of the file's.
 
     Raises:
         UsageError: not a study, an unknown key, preset or method.
@@ -122,6 +126,7 @@ def read_study(path: str, *, data_root: str | None = None) -> Study:
     for key, allowed in values.items():
         if tree.get(key, allowed[0]) not in allowed:
             raise UsageError(f"{path}: {key} is {tree[key]!r}; expected {' or '.join(allowed)}")
+    tree |= {key: value for key, value in (("run", run), ("launch", launch)) if value is not None}
     steps = tree.get("steps", 5)
     if not isinstance(steps, int) or steps < 1:
         raise UsageError(f"{path}: steps is {steps!r}; expected a whole number greater than 0")

@@ -119,9 +119,9 @@ def test_weak_scaling(study: Path, tmp_path: Path) -> None:
 
 
 def test_measured_cells_are_launched(study: Path, tmp_path: Path, mpirun: Any) -> None:
-    text = STUDY.replace("gradient_error: true\n", "").replace("[2, 4, 32]", "[2, 32]")
-    study.write_text("run: measured\n" + text)
-    done = mpirun(0, "lpnet", "study", study, "--out", tmp_path / "out", timeout=150)
+    study.write_text(STUDY.replace("gradient_error: true\n", "").replace("[2, 4, 32]", "[2, 32]"))
+    flags = ["--run", "measured", "--launch", "mpirun -n {ranks}"]
+    done = mpirun(0, "lpnet", "study", study, "--out", tmp_path / "out", *flags, timeout=150)
     assert done.returncode == 0, done.stderr
     rows = table(tmp_path / "out")
     assert [row["status"] for row in rows] == ["done"] * 2 + ["skipped"] * 4
