@@ -166,13 +166,14 @@ class Tracer:
             _save(Path(path), [mine])
             return
         texts = comm.gather_objects(mine)
-        comm.together(lambda: _save(Path(path), texts) if texts is not None else None)
+        comm.together(lambda: _save(Path(path), texts, comm.predicted) if texts is not None else None)
 
 
-def _save(path: Path, texts: list[str]) -> None:
+def _save(path: Path, texts: list[str], predicted: str | None = None) -> None:
     """The JSON of all ranks as one file, whole or not at all."""
     head = '{"displayTimeUnit": "ms", "traceEvents": [\n'
-    first = '{"name": "process_name", "ph": "M", "pid": 0, "tid": 0, "args": {"name": "lpnet"}},\n'
+    name = json.dumps("lpnet" if predicted is None else f"lpnet, {predicted}")
+    first = f'{{"name": "process_name", "ph": "M", "pid": 0, "tid": 0, "args": {{"name": {name}}}}},\n'
     partial = path.with_name(path.name + ".partial")
     try:
         with partial.open("w", encoding="utf-8") as file:

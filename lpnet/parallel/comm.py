@@ -54,6 +54,9 @@ class Comm:
     meter: Meter | None = None
     """The virtual clock of an emulated rank; None where time is real."""
 
+    predicted: str | None = None
+    """What the times of emulated ranks are predicted for; None where time is real."""
+
     def __init__(self, mpi: Any = None) -> None:
         self._mpi: Any = mpi.Dup() if mpi is not None and mpi.size > 1 else None
         self.rank: int = self._mpi.rank if self._mpi is not None else 0

@@ -153,6 +153,7 @@ class VirtualComm(Comm):
         self.world, self.rank, self.size = world, rank, world.ranks
         place = "first" if rank == 0 else "last" if rank == world.ranks - 1 else "middle"
         self.meter = Meter(world.costs, place)
+        self.predicted = f"predicted for {world.ranks} emulated rank(s) on {world.network.describe()}"
         self.waited = 0.0
         self._met = 0
         self._took = 0

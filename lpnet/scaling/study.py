@@ -53,7 +53,7 @@ def run_study(study: Study, out: Path) -> list[Row]:
         if done is None:
             began = time.perf_counter()
             done = _run(study, cell, out)
-            if done["status"] != "skipped":  # what is skipped costs nothing and may be able to run next time
+            if done["status"] in ("done", "diverged"):  # what was skipped or failed may be able to run next time
                 _save(path, done)
             took = time.perf_counter() - began
             log.info(

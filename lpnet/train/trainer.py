@@ -137,6 +137,8 @@ class Trainer:
             parameters,
             self.folder.path,
         )
+        if comm.predicted is not None:
+            self._say("times are %s", comm.predicted)
         began, stopped = comm.now(), False
         before = self.folder.row_at(self.step) if comm.rank == 0 else {}
         resume_at = self.step if self.folder.checkpoint is not None or self.folder.metrics.exists() else None

@@ -69,7 +69,10 @@ def test_trace_in_virtual_time(small: Path, tmp_path: Path, capsys: pytest.Captu
     out = tmp_path / "run"
     assert main(["train", str(small), "--emulate", "4", "--run.out", str(out), "--run.trace", "true"]) == 0
     seconds = float(capsys.readouterr().out.split()[0])
-    rows = [row for row in json.loads((out / "trace.json").read_text())["traceEvents"] if row["ph"] == "X"]
+    events = json.loads((out / "trace.json").read_text())["traceEvents"]
+    assert events[0]["args"]["name"].startswith("lpnet, predicted for 4 emulated rank(s) on infiniband")
+    assert json.loads((out / "env.json").read_text())["emulated"].startswith("predicted for 4 emulated rank(s)")
+    rows = [row for row in events if row["ph"] == "X"]
     assert {row["tid"] for row in rows} == {0, 1, 2, 3}
     assert {"f_relax level 0", "step"} <= {row["name"] for row in rows}
     ends = [row["ts"] + row["dur"] for row in rows]
