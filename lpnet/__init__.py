@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from lpnet.nn import models
     from lpnet.nn.network import Network
     from lpnet.nn.stack import LayerStack
+    from lpnet.parallel.emulator import emulate
+    from lpnet.parallel.interconnect import NetworkModel
     from lpnet.train.saving import load, save
 
 __version__ = "0.1.0"
@@ -33,6 +35,8 @@ _HOMES = {
     "LpnetError": "lpnet.errors",
     "Network": "lpnet.nn.network",
     "UsageError": "lpnet.errors",
+    "NetworkModel": "lpnet.parallel.interconnect",
+    "emulate": "lpnet.parallel.emulator",
     "gather_state_dict": "lpnet.mgrit.serial",
     "load": "lpnet.train.saving",
     "refine": "lpnet.mgrit.refine",
@@ -47,8 +51,10 @@ __all__ = [
     "LayerStack",
     "LpnetError",
     "Network",
+    "NetworkModel",
     "Pipeline",
     "UsageError",
+    "emulate",
     "gather_state_dict",
     "load",
     "models",

@@ -1,8 +1,6 @@
-"""The command line: train, eval, plan, show, export, info.
+"""The command line, and the only library module that names COMM_WORLD.
 
-The configuration is parsed, and its mistakes are reported, before torch is imported and before MPI starts; one rank
-without a launcher never starts MPI. The only library module that names COMM_WORLD. Exit codes: 0 done, 1 failure,
-2 usage or configuration, 75 stopped early with a checkpoint.
+Mistakes are reported before torch is imported and before MPI starts; one rank without a launcher never starts MPI.
 """
 
 from __future__ import annotations
@@ -11,7 +9,8 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -30,6 +29,14 @@ usage: lpnet {command} [CFG.yaml] {usage}[--KEY VALUE ...]
 {summary}
 Flags win over the file. {more}
 """
+
+
+_EMULATE = ("emulate", "network", "networks")
+_EMULATE_USAGE = "[--emulate P[,P...]] [--network NAME] "
+_EMULATE_HELP = (
+    "--emulate P[,P...] runs P virtual ranks in this process, with predicted times, over --network NAME (infiniband, "
+    "slingshot, ethernet, loopback, or a name in --networks FILE)."
+)
 
 
 @dataclass
@@ -93,6 +100,14 @@ def _print_config_help(command: Callable[..., int], usage: str = "", more: str =
     print(_CONFIG_USAGE.format(command=name, usage=usage, summary=command.__doc__, more=more) + help_text(), end="")
 
 
+def _count(options: Mapping[str, str], name: str, default: int) -> int:
+    """An option that is a whole number greater than 0."""
+    text = options.get(name, str(default))
+    if not (text.isdecimal() and int(text) > 0):
+        raise UsageError(f"--{name} is {text!r}; expected a whole number greater than 0")
+    return int(text)
+
+
 def _start_log(job: _Job, level: str, warnings: Sequence[str]) -> None:
     log.setup(job.rank, job.size, level=level)
     if job.rank == 0:
@@ -106,14 +121,19 @@ def _start_log(job: _Job, level: str, warnings: Sequence[str]) -> None:
 def _train(arguments: Sequence[str], job: _Job) -> int:
     """Train a network and leave a run folder."""
     if _wants_help(arguments):
-        _print_config_help(_train, more="--resume is short for --run.resume. Under mpirun or srun all ranks work.")
+        more = f"--resume is short for --run.resume. Under mpirun or srun all ranks work. {_EMULATE_HELP}"
+        _print_config_help(_train, usage=_EMULATE_USAGE, more=more)
         return 0
     from lpnet.configfile import parse
 
     signals.install()  # SIGUSR1 would end a process that does not listen yet
     try:
-        parsed = parse(arguments)
+        parsed = parse(arguments, options=_EMULATE)
         _start_log(job, parsed.config.run.log_level, parsed.warnings)
+        if any(name in parsed.options for name in _EMULATE):
+            from lpnet.scaling.emulated import requested, train_emulated
+
+            return train_emulated(parsed.config, requested(parsed.options, started_ranks=job.size))
         comm = job.start(parsed.config.parallel)
         from lpnet.train.trainer import train
 
@@ -128,9 +148,7 @@ def _eval(arguments: Sequence[str], job: _Job) -> int:
     """Evaluate a checkpoint, or the newest one of a run folder, by exact propagation."""
     parser = _parser(_eval)
     parser.add_argument("path", metavar="CKPT_OR_RUN", help="a checkpoint file or a run folder")
-    parser.add_argument(
-        "--data.root", dest="data_root", metavar="DIR", help="folder of the data files, where it has moved"
-    )
+    parser.add_argument("--data.root", dest="data_root", metavar="DIR", help="folder of the data files, if moved")
     options = parser.parse_args(arguments)
     from lpnet.config import ParallelConfig
 
@@ -146,25 +164,22 @@ def _eval(arguments: Sequence[str], job: _Job) -> int:
 def _plan(arguments: Sequence[str], job: _Job) -> int:
     """Print who would own what: partition, levels, messages, work and memory per rank; needs no MPI."""
     if _wants_help(arguments):
-        _print_config_help(
-            _plan, usage="[--ranks P] ", more="--ranks P is the number of ranks to plan for (default 1)."
-        )
+        more = "--ranks P is the number of ranks to plan for (default 1)."
+        _print_config_help(_plan, usage="[--ranks P] ", more=more)
         return 0
     from lpnet.configfile import parse
 
     parsed = parse(arguments, options=("ranks",))
-    text = parsed.options.get("ranks", "1")
-    if not (text.isdecimal() and int(text) > 0):
-        raise UsageError(f"--ranks is {text!r}; expected a whole number greater than 0")
+    ranks = _count(parsed.options, "ranks", 1)
     _start_log(job, "INFO", parsed.warnings)
     if parsed.config.method in ("fdg", "pipeline"):
         from lpnet.scaling.cut_plan import cut_plan_text
 
-        print(cut_plan_text(parsed.config, int(text)).rstrip())
+        print(cut_plan_text(parsed.config, ranks).rstrip())
         return 0
     from lpnet.mgrit.plan import plan_text
 
-    print(plan_text(parsed.config, int(text)).rstrip())
+    print(plan_text(parsed.config, ranks).rstrip())
     return 0
 
 
@@ -195,14 +210,10 @@ def _export(arguments: Sequence[str], job: _Job) -> int:
 def _info(arguments: Sequence[str], job: _Job) -> int:
     """Print versions and what MPI and HDF5 can do here."""
     _parser(_info).parse_args(arguments)
-    try:
+    with suppress(ImportError):
         import mpi4py
 
-        mpi4py.rc.initialize = (
-            False  # the name of the library is known without starting it, which other ranks would miss
-        )
-    except ImportError:
-        pass
+        mpi4py.rc.initialize = False  # its library's name is known without starting it
     from lpnet.io.environment import describe
 
     print(describe().rstrip())
@@ -212,24 +223,31 @@ def _info(arguments: Sequence[str], job: _Job) -> int:
 def _bench(arguments: Sequence[str], job: _Job) -> int:
     """Train a few steps and print where their time goes: by span, level and rank; writes no run folder."""
     if _wants_help(arguments):
-        more = "--steps N steps are measured (default 20); --json FILE also writes the numbers."
-        _print_config_help(_bench, usage="[--steps N] [--json FILE] ", more=more)
+        more = f"--steps N steps are measured (default 20); --json FILE also writes the numbers. {_EMULATE_HELP}"
+        _print_config_help(_bench, usage=f"[--steps N] [--json FILE] {_EMULATE_USAGE}", more=more)
         return 0
     from lpnet.configfile import parse
 
-    parsed = parse(arguments, options=("steps", "json"))
-    text = parsed.options.get("steps", "20")
-    if not (text.isdecimal() and int(text) > 0):
-        raise UsageError(f"--steps is {text!r}; expected a whole number greater than 0")
+    parsed = parse(arguments, options=("steps", "json", *_EMULATE))
+    steps = _count(parsed.options, "steps", 20)
     _start_log(job, parsed.config.run.log_level, parsed.warnings)
-    comm = job.start(parsed.config.parallel)
     from pathlib import Path
 
+    if any(name in parsed.options for name in _EMULATE):
+        from lpnet.scaling.emulated import bench, requested, tables
+        from lpnet.scaling.profile import save_all
+
+        profiles = bench(parsed.config, requested(parsed.options, started_ranks=job.size), steps=steps)
+        print(tables(profiles))
+        if "json" in parsed.options:
+            save_all(Path(parsed.options["json"]), profiles)
+        return 0
+    comm = job.start(parsed.config.parallel)
     from lpnet.scaling.profile import profile
     from lpnet.train.trainer import check
 
     check(parsed.config, comm)
-    found = profile(parsed.config, comm, steps=int(text))
+    found = profile(parsed.config, comm, steps=steps)
     if comm.rank == 0:
         print(found.table())
         if "json" in parsed.options:
@@ -253,17 +271,65 @@ def _data(arguments: Sequence[str], job: _Job) -> int:
     return 0
 
 
+def _study(arguments: Sequence[str], job: _Job) -> int:
+    """Run a scaling study, real or emulated, and leave its tables and pictures; goes on where it was interrupted."""
+    parser = _parser(_study)
+    parser.add_argument("path", metavar="STUDY.yaml", help="a study, such as drivers/scaling_peaks.yaml")
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder of study.csv, study.json, study.md, PNG")
+    parser.add_argument("--data.root", dest="data_root", metavar="DIR", help="folder of the data files")
+    parser.add_argument("--run", choices=("emulated", "measured"), help="in place of the file's run")
+    parser.add_argument("--launch", metavar="COMMAND", help="how measured cells start, such as 'srun -n {ranks}'")
+    options = parser.parse_args(arguments)
+    if job.size > 1:
+        raise UsageError("lpnet study launches its own ranks; start it without mpirun")
+    from pathlib import Path
+
+    from lpnet.scaling.cells import read_study
+
+    study = read_study(options.path, data_root=options.data_root, run=options.run, launch=options.launch)
+    _start_log(job, "INFO", ())
+    from lpnet.scaling.study import run_study
+
+    run_study(study, Path(options.out))
+    print((Path(options.out) / "study.md").read_text(encoding="utf-8").rstrip())
+    return 0
+
+
+def _tune(arguments: Sequence[str], job: _Job) -> int:
+    """Choose method, ranks and grids from measured costs and emulation; prints why and writes the configuration."""
+    own = ("ranks", "out", "max-error", "network", "networks")
+    if _wants_help(arguments):
+        more = (
+            "--ranks P: ranks there are; --out FILE is written (default tuned.yaml); --max-error E: largest relative "
+            "gradient error (default 0.1); --network NAME [--networks FILE] as in lpnet bench."
+        )
+        _print_config_help(_tune, usage="--ranks P [--out FILE] [--max-error E] [--network NAME] ", more=more)
+        return 0
+    from lpnet.configfile import parse, to_yaml
+
+    parsed = parse(arguments, options=own)
+    if job.size > 1:
+        raise UsageError("lpnet tune emulates the ranks; start it without mpirun")
+    _start_log(job, "WARNING", ())
+    from lpnet.scaling.tune import tune_as_asked
+
+    print(tune_as_asked(parsed.config, parsed.options, to_yaml))
+    return 0
+
+
 _COMMANDS = {
     "train": _train,
     "eval": _eval,
     "bench": _bench,
+    "study": _study,
+    "tune": _tune,
     "plan": _plan,
     "show": _show,
     "export": _export,
     "data": _data,
     "info": _info,
 }
-_TOGETHER = ("train", "eval", "bench")  # all ranks work; of the others, rank 0 only
+_TOGETHER = ("train", "eval", "bench", "study", "tune")  # all ranks work; of the others, rank 0 only
 
 
 def _usage() -> str:

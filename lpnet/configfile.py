@@ -253,3 +253,24 @@ def to_yaml(config: Config) -> str:
         tree, Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=120, allow_unicode=True
     )
     return text
+
+
+def read_tree(path: str) -> Any:
+    """What a YAML file holds, numbers and words as in a configuration. No communication.
+
+    Raises:
+        ConfigError: a file that cannot be read, or no YAML.
+    """
+    try:
+        return yaml.load(_read_file(path), _Loader)
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+
+
+def tree_to_config(tree: Mapping[str, Any], source: str) -> Config:
+    """The configuration that a part of another file holds. No communication.
+
+    Raises:
+        ConfigError: an unknown key, a value of the wrong type or out of range.
+    """
+    return from_yaml(yaml.dump(dict(tree), Dumper=_Dumper), source)

@@ -189,7 +189,7 @@ def _plan(final: Path, comm: Comm, headers: Sequence[Any], writer: Writer) -> tu
     if writer == "mpio" and not able:
         raise SaveError("writer mpio needs several ranks under MPI and an h5py built with MPI; use writer serial")
     if writer == "auto" and not able and comm.size > 1:
-        _once("h5py has no MPI: the ranks write checkpoints one after another")
+        _once("emulated ranks, or h5py without MPI: the ranks write checkpoints one after another")
     items, checksums = merge([entries for _, _, entries in headers])
     return _Plan(step, final.with_name(final.name + PARTIAL), final, items, able and writer != "serial"), checksums
 

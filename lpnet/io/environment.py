@@ -137,6 +137,7 @@ def collect(comm: Comm | None = None) -> dict[str, Any] | None:
         return None
     return {
         **_this_machine(),
+        "emulated": comm.predicted if comm is not None else None,
         "command_line": shlex.join(sys.argv),
         "folder": str(Path.cwd()),
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},

@@ -142,7 +142,7 @@ def curves(metrics: Path, out: Path, *, title: str = "") -> Path | None:
         values = np.concatenate([series["objective"][1], series["loss"][1]])
         if len(values) and values.min() > 0 and values.max() / values.min() > 20:
             left.set_yscale("log")
-        _finish(left, "Training loss", "step", "nats per sample")
+        finish(left, "Training loss", "step", "nats per sample")
         for key, label, colour, marker in (
             ("train_accuracy", "training", "#e69f00", "o"),
             ("val_accuracy", "validation", "#009e73", "s"),
@@ -152,12 +152,12 @@ def curves(metrics: Path, out: Path, *, title: str = "") -> Path | None:
             if len(series[key][0]):
                 label += f", last {series[key][1][-1]:.1f} %"
                 right.lines[-1].set_label(label)
-        _finish(right, "Accuracy", "step", "correct samples in %", legend="lower right")
+        finish(right, "Accuracy", "step", "correct samples in %", legend="lower right")
         right.set_ylim(0, 102)
         if not right.lines:
             _empty(right, "no accuracy was measured")
 
-    return _save(out, draw, size=(10.5, 4.0), title=title)
+    return save_figure(out, draw, size=(10.5, 4.0), title=title)
 
 
 def residuals(metrics: Path, out: Path, *, title: str = "") -> Path | None:
@@ -190,11 +190,11 @@ def residuals(metrics: Path, out: Path, *, title: str = "") -> Path | None:
         ):
             panel.set_yscale("log")
             _iterations(figure, panel, solves[key], colour, floor)
-            _finish(panel, f"{name} residual", "step", "", legend=None)
+            finish(panel, f"{name} residual", "step", "", legend=None)
         panels[0].set_ylabel("residual norm √(Σ‖r‖² / batch)")
         panels[0].set_ylim(bottom=floor)
 
-    return _save(out, draw, size=(11.0, 4.2), title=title)
+    return save_figure(out, draw, size=(11.0, 4.2), title=title)
 
 
 def _iterations(
@@ -266,14 +266,14 @@ def decision_regions(
                     axis, axis, truth, levels=[border - 0.5], colors="white", linewidths=0.9, alpha=0.9,
                     linestyles="solid" if classes is truth else "dashed",
                 )  # fmt: skip
-            _finish(panel, heading, "x", "", legend=None)
+            finish(panel, heading, "x", "", legend=None)
             panel.grid(False)
             panel.set_xticks(np.linspace(extent[0], extent[1], 7))
             panel.set_yticks(np.linspace(extent[2], extent[3], 7))
         panels[0].set_ylabel("y")
         _class_legend(figure, names, colours, extra=[("true border (dashed)", "white")])
 
-    return _save(out, draw, size=(9.8, 5.5 + 0.35 * bool(title)), title=title, layout="compressed")
+    return save_figure(out, draw, size=(9.8, 5.5 + 0.35 * bool(title)), title=title, layout="compressed")
 
 
 def class_map(out: Path, *, predicted: np.ndarray, truth: np.ndarray, names: Sequence[str], title: str = "") -> Path:
@@ -298,7 +298,7 @@ def class_map(out: Path, *, predicted: np.ndarray, truth: np.ndarray, names: Seq
         heading = f"Predicted: {int(wrong.sum()):,} of {int(both.sum()):,} pixels wrong"
         for panel, classes, text in zip(panels, (predicted, truth), (heading, "Ground truth"), strict=True):
             _paint(panel, classes, colours, extent=(-0.5, columns - 0.5, rows - 0.5, -0.5), origin="upper")
-            _finish(panel, text, "column in pixels", "", legend=None)
+            finish(panel, text, "column in pixels", "", legend=None)
             panel.grid(False)
         panels[0].set_ylabel("row in pixels")
         counts = [int((truth == c).sum()) for c in range(len(names))]
@@ -309,7 +309,7 @@ def class_map(out: Path, *, predicted: np.ndarray, truth: np.ndarray, names: Seq
     panel_height = min(max(4.8 * rows / columns, 1.5), 8.0)
     width = max(2 * min(4.8, panel_height * columns / rows) + 1.1, 7.5)
     height = panel_height + 0.95 + 0.35 * bool(title) + 0.2 * math.ceil((len(names) + 1) / 4)
-    return _save(out, draw, size=(width, height), title=title, layout="compressed")
+    return save_figure(out, draw, size=(width, height), title=title, layout="compressed")
 
 
 def _same_shape(predicted: np.ndarray, truth: np.ndarray) -> None:
@@ -355,7 +355,8 @@ def _empty(panel: Axes, text: str) -> None:
     panel.text(0.5, 0.5, text, transform=panel.transAxes, ha="center", va="center", color="#80868b")
 
 
-def _finish(panel: Axes, title: str, xlabel: str, ylabel: str, *, legend: Any = "best") -> None:
+def finish(panel: Axes, title: str, xlabel: str, ylabel: str, *, legend: Any = "best") -> None:
+    """Title, labels, grid and legend. No communication."""
     from matplotlib.ticker import MaxNLocator
 
     panel.set_title(title)
@@ -369,7 +370,7 @@ def _finish(panel: Axes, title: str, xlabel: str, ylabel: str, *, legend: Any = 
         panel.legend(loc=legend)
 
 
-def _save(
+def save_figure(
     out: Path,
     draw: Callable[[Figure], None],
     *,

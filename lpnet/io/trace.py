@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -57,7 +59,7 @@ class _Span:
         self._args = args
 
     def __enter__(self) -> None:
-        self._began = time.perf_counter_ns()
+        self._began = self._tracer.clock()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -66,10 +68,16 @@ class _Span:
 
 
 class Tracer:
-    """Records the spans of one rank; the module's functions are those of one shared tracer."""
+    """Records the spans of one rank; the module's functions are those of the thread's tracer, or of one shared by all.
 
-    def __init__(self) -> None:
+    Args:
+        clock: nanoseconds; an emulated rank has a clock of its own.
+        most: spans kept; None: MAX_EVENTS.
+    """
+
+    def __init__(self, clock: Callable[[], int] = time.perf_counter_ns, most: int | None = None) -> None:
         self.on = False
+        self._clock, self._most = clock, most
         self.dropped = 0
         self._keep = False
         self._origin = 0
@@ -87,7 +95,7 @@ class Tracer:
         self._keep = events
         if comm is not None:
             comm.barrier()
-        self._origin = time.perf_counter_ns()
+        self._origin = self._clock()
         self.on = True
 
     def stop(self) -> None:
@@ -102,9 +110,13 @@ class Tracer:
         """Whether spans are recorded. No communication."""
         return self.on
 
+    def clock(self) -> int:
+        """Nanoseconds. No communication."""
+        return self._clock()
+
     def begin(self) -> int:
         """The start of a span that `end` will name; 0 when off. No communication."""
-        return time.perf_counter_ns() if self.on else 0
+        return self._clock() if self.on else 0
 
     def end(self, began: int, name: str, **args: Any) -> None:
         """The end of the span that `begin` started. No communication."""
@@ -113,14 +125,14 @@ class Tracer:
 
     def record(self, began: int, name: str, args: dict[str, Any]) -> None:
         """Note a span that ends now. No communication."""
-        duration = time.perf_counter_ns() - began
+        duration = self._clock() - began
         total = self._totals.get(name)
         if total is None:
             total = self._totals[name] = Total()
         total.count += 1
         total.seconds += duration * 1e-9
         if self._keep:
-            if len(self._events) < MAX_EVENTS:
+            if len(self._events) < (MAX_EVENTS if self._most is None else self._most):
                 self._events.append((name, began - self._origin, duration, args))
             else:
                 self.dropped += 1
@@ -154,13 +166,14 @@ class Tracer:
             _save(Path(path), [mine])
             return
         texts = comm.gather_objects(mine)
-        comm.together(lambda: _save(Path(path), texts) if texts is not None else None)
+        comm.together(lambda: _save(Path(path), texts, comm.predicted) if texts is not None else None)
 
 
-def _save(path: Path, texts: list[str]) -> None:
+def _save(path: Path, texts: list[str], predicted: str | None = None) -> None:
     """The JSON of all ranks as one file, whole or not at all."""
     head = '{"displayTimeUnit": "ms", "traceEvents": [\n'
-    first = '{"name": "process_name", "ph": "M", "pid": 0, "tid": 0, "args": {"name": "lpnet"}},\n'
+    name = json.dumps("lpnet" if predicted is None else f"lpnet, {predicted}")
+    first = f'{{"name": "process_name", "ph": "M", "pid": 0, "tid": 0, "args": {{"name": {name}}}}},\n'
     partial = path.with_name(path.name + ".partial")
     try:
         with partial.open("w", encoding="utf-8") as file:
@@ -171,11 +184,53 @@ def _save(path: Path, texts: list[str]) -> None:
 
 
 _shared = Tracer()
-start = _shared.start
-stop = _shared.stop
-is_on = _shared.is_on
-span = _shared.span
-begin = _shared.begin
-end = _shared.end
-totals = _shared.totals
-write = _shared.write
+_own = threading.local()
+
+
+def use(tracer: Tracer | None) -> None:
+    """Give this thread a tracer of its own; None: the shared one. No communication."""
+    _own.tracer = tracer
+
+
+def _tracer() -> Tracer:
+    return getattr(_own, "tracer", None) or _shared
+
+
+def start(comm: Comm | None = None, *, events: bool = True) -> None:
+    """`Tracer.start` of this thread's tracer. Collective over comm."""
+    _tracer().start(comm, events=events)
+
+
+def stop() -> None:
+    """`Tracer.stop` of this thread's tracer. No communication."""
+    _tracer().stop()
+
+
+def is_on() -> bool:
+    """Whether spans are recorded. No communication."""
+    return _tracer().on
+
+
+def span(name: str, **args: Any) -> _Span | _Nothing:
+    """A context that is timed, with numbers or words shown beside it. No communication."""
+    return _tracer().span(name, **args)
+
+
+def begin() -> int:
+    """The start of a span that `end` will name; 0 when off. No communication."""
+    return _tracer().begin()
+
+
+def end(began: int, name: str, **args: Any) -> None:
+    """The end of the span that `begin` started. No communication."""
+    _tracer().end(began, name, **args)
+
+
+def totals() -> dict[str, Total]:
+    """Count and seconds per name on this rank, most seconds first. No communication."""
+    return _tracer().totals()
+
+
+def write(path: str | Path, comm: Comm | None = None) -> None:
+    """`Tracer.write` of this thread's tracer. Collective over comm."""
+    _tracer().write(path, comm)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from lpnet.config import MGRIT
 from lpnet.mgrit.cycle import Action, Cycle
@@ -73,15 +73,33 @@ def messages(actions: Sequence[Action]) -> int:
 
 
 def critical_path(programs: Sequence[Sequence[Action]], cycles: Sequence[Cycle]) -> int:
-    """Evaluations on the longest chain over all ranks, with free messages: an event simulation.
+    """Evaluations on the longest chain over all ranks, with free messages.
 
     Args:
         programs: actions per rank.
         cycles: the recorders per rank, for levels and neighbours.
     """
     adjoint = cycles[0].hierarchy.adjoint
-    clocks = [0] * len(programs)
-    sent: dict[tuple[int, int, int, str], list[int]] = {}
+    return int(max(simulate(programs, cycles, lambda action: _cost(action, adjoint), lambda source, dest: 0.0)))
+
+
+def simulate(
+    programs: Sequence[Sequence[Action]],
+    cycles: Sequence[Cycle],
+    cost: Callable[[Action], float],
+    flight: Callable[[int, int], float],
+) -> list[float]:
+    """When every rank is done with its actions: an event simulation.
+
+    Args:
+        programs: actions per rank.
+        cycles: the recorders per rank, for levels and neighbours.
+        cost: seconds of an action; of sending and posting too.
+        flight: seconds of a message from rank to rank.
+    """
+    adjoint = cycles[0].hierarchy.adjoint
+    clocks = [0.0] * len(programs)
+    sent: dict[tuple[int, int, int, str], list[float]] = {}
     taken: dict[tuple[int, int, int, str], int] = {}
     position = [0] * len(programs)
     moved = True
@@ -94,7 +112,8 @@ def critical_path(programs: Sequence[Sequence[Action]], cycles: Sequence[Cycle])
                 if action.kind in ("send", "halo_send"):
                     to = part.left if adjoint else part.right
                     assert to is not None
-                    sent.setdefault((rank, to, action.level, action.kind), []).append(clocks[rank])
+                    clocks[rank] += cost(action)
+                    sent.setdefault((rank, to, action.level, action.kind), []).append(clocks[rank] + flight(rank, to))
                 elif action.kind in ("wait", "halo_wait"):
                     source = part.right if adjoint else part.left
                     assert source is not None
@@ -106,11 +125,11 @@ def critical_path(programs: Sequence[Sequence[Action]], cycles: Sequence[Cycle])
                     taken[key] = index + 1
                     clocks[rank] = max(clocks[rank], sent[key][index])
                 else:
-                    clocks[rank] += _cost(action, adjoint)
+                    clocks[rank] += cost(action)
                 position[rank] += 1
                 moved = True
     assert all(p == len(a) for p, a in zip(position, programs, strict=True)), "a receive has no matching send"
-    return max(clocks)
+    return clocks
 
 
 def span_of(action: Action, levels: int) -> str:

@@ -168,6 +168,9 @@ class Propagator:
                 problem = self.adjoint_solver.problem
                 assert isinstance(problem, AdjointProblem)
                 self._gradients = problem.all_gradients()
+                if self.comm.meter is not None:
+                    key = ("gradient", self.stack.local_layers, self.adjoint_solver.batch)
+                    self._gradients = [self.comm.meter.metered(key, self._gradients)]
             for op in self._gradients:
                 op()
 

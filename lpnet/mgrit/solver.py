@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,6 +19,7 @@ from lpnet.nn.steps import Op
 from lpnet.parallel.comm import Comm
 
 Need = Literal["all", "last", "gradient"]
+MESSAGES = ("post", "wait", "send", "halo_post", "halo_wait", "halo_send")
 
 
 @dataclass(frozen=True)
@@ -91,25 +92,38 @@ class Solver:
             after = frozenset() if self.cycle.hierarchy.adjoint else frozenset(self.cycle.fresh)
             after = self._known.setdefault(after, after)  # one object per set: looking it up compares no elements
             counts = evaluations(actions, self.levels, adjoint=self.cycle.hierarchy.adjoint)
-            ops = self._bind_timed(actions) if timed else self.problem.bind(actions)
+            ops = self._bind_timed(actions) if timed else self._bind(actions)
             self._programs[key] = Program(name, ops, counts, after)
         return self._programs[key]
+
+    def _bind(self, actions: Sequence[Action]) -> list[Op]:
+        """Closures; on an emulated rank those between two messages are one stretch of work of known kind and size."""
+        meter = self.comm.meter
+        if meter is None:
+            return self.problem.bind(actions)
+        ops: list[Op] = []
+        for talks, group in itertools.groupby(actions, key=lambda action: action.kind in MESSAGES):
+            part = list(group)
+            bound = self.problem.bind(part)
+            key = (self.batch, self.cycle.hierarchy.adjoint, *map(_work, part))
+            ops += bound if talks else [meter.metered(key, bound)]
+        return ops
 
     def _bind_timed(self, actions: list[Action]) -> list[Op]:
         """Closures with one trace span around each run of equal work."""
         levels = [f"{span_of(a, self.levels)} level {a.level}" for a in actions]
         ops: list[Op] = []
         for span, group in itertools.groupby(zip(levels, actions, strict=True), key=lambda pair: pair[0]):
-            ops.append(_timed(span, self.problem.bind([action for _, action in group]), self.cycle.hierarchy.adjoint))
+            ops.append(_timed(span, self._bind([action for _, action in group]), self.cycle.hierarchy.adjoint))
         return ops
 
     def _run(self, name: str) -> None:
         program = self.program(name, self._fresh)
-        began = time.perf_counter()
+        began = self.comm.now()
         for op in program.ops:
             op()
         span = "coarse" if name in ("correct", "start_coarse") else "f_relax"
-        self._seconds[span] = self._seconds.get(span, 0.0) + time.perf_counter() - began
+        self._seconds[span] = self._seconds.get(span, 0.0) + self.comm.now() - began
         self._fresh = program.fresh
         self._ran.append(program)
 
@@ -193,6 +207,12 @@ class Solver:
         counts = tuple(sum(column) for column in zip(*(program.evaluations for program in self._ran), strict=True))
         iterations = sum(name in ("start_coarse", "correct") for name in names)
         return SolveReport(iterations, residuals, rho, counts, path, dict(self._seconds), self._converged)
+
+
+def _work(action: Action) -> tuple[object, ...]:
+    """What an action costs depends on this, not on where in the network it is."""
+    edges = action.edges
+    return action.kind, action.level, action.sink, action.plain, edges and (edges.span, edges.number, edges.stride)
 
 
 def _timed(span: str, ops: list[Op], adjoint: bool) -> Op:

@@ -7,16 +7,21 @@ done. mpi4py is imported only where a communicator is made, so that importing lp
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 
 from lpnet.errors import LpnetError
 
+if TYPE_CHECKING:
+    from lpnet.parallel.meter import Meter
+
+T = TypeVar("T")
 living: weakref.WeakSet[Comm] = weakref.WeakSet()
 """Every communicator of this process, for a report about a stall."""
 
@@ -62,6 +67,12 @@ class Comm:
         mpi: an mpi4py communicator, or None for a single rank that needs no MPI.
     """
 
+    meter: Meter | None = None
+    """The virtual clock of an emulated rank; None where time is real."""
+
+    predicted: str | None = None
+    """What the times of emulated ranks are predicted for; None where time is real."""
+
     def __init__(self, mpi: Any = None) -> None:
         self._mpi: Any = mpi.Dup() if mpi is not None and mpi.size > 1 else None
         self.rank: int = self._mpi.rank if self._mpi is not None else 0
@@ -81,6 +92,18 @@ class Comm:
     def mpi(self) -> Any:
         """The mpi4py communicator; None on one rank without MPI."""
         return self._mpi
+
+    # time: real here, virtual where ranks are emulated
+
+    def now(self) -> float:
+        """Seconds of this rank's clock. No communication."""
+        return time.perf_counter()
+
+    def restart_clocks(self) -> None:
+        """Forget what a warm-up has measured, where ranks are emulated. Collective there."""
+
+    def at_step(self, step: int) -> None:
+        """A training step begins; an emulated rank may be planned to die here. No communication."""
 
     # neighbour messages
 
@@ -199,6 +222,10 @@ class Comm:
             error = caught
         self.agree(error)
         return value
+
+    def shared(self, work: Callable[[], T]) -> T:
+        """A value that nobody changes, from `together`; emulated ranks make it once and share it. Collective."""
+        return self.together(work)  # type: ignore[no-any-return]
 
     def free(self) -> None:
         """Give the duplicate back. Collective."""

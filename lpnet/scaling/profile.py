@@ -7,18 +7,23 @@ per level; gradient, reduction, optimiser; what is left is `other`.
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from lpnet.config import Config
 from lpnet.data.batches import BatchOrder
 from lpnet.data.samples import load
 from lpnet.io import trace
-from lpnet.mgrit.network import build_network
 from lpnet.nn.models import DTYPES
 from lpnet.parallel.comm import Comm
-from lpnet.train.strategies import make_strategy
+from lpnet.train.build import build
+from lpnet.train.strategies import StepReport
 
+SHOWN = 8  # ranks in a table
+SETTLE = 2  # steps after the warm-up whose costs are known when the clocks of emulated ranks start
 WARM = 3  # steps that are not counted: first use of memory, cold starts
 
 
@@ -31,29 +36,64 @@ class Profile:
         steps: steps measured.
         step: whole step, per rank.
         spans: by name ("f_relax level 0", ...), per rank.
+        predicted: what the times were predicted for, where the ranks were emulated.
+        losses: before the first and before the last training step.
+        residuals: forward residuals of the last step.
+        critical_path: layer evaluations on the longest chain of one step's two solves; None for one level on one rank.
     """
 
     ranks: int
     steps: int
     step: list[float]
     spans: dict[str, list[float]]
+    predicted: str | None = None
+    losses: tuple[float, float] = (math.nan, math.nan)
+    residuals: tuple[float, ...] = ()
+    critical_path: int | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Of one step on the slowest rank."""
+        return max(self.step)
+
+    @property
+    def communication(self) -> float:
+        """Share of the step that goes into messages, waiting and reductions; mean over the ranks."""
+        talk = [name for name in self.spans if name.split()[0] in ("wait", "message", "reduction")]
+        return sum(sum(self.spans[name]) for name in talk) / max(sum(self.step), 1e-12)
 
     def table(self) -> str:
-        """Milliseconds and share of the step, per span and rank."""
+        """Milliseconds and share of the step, per span and rank; of many ranks the first, the middle and the last."""
+        shown = range(self.ranks) if self.ranks <= SHOWN else (0, self.ranks // 2, self.ranks - 1)
         width = max(len(name) for name in [*self.spans, "whole step"])
         lines = [
             f"milliseconds per training step over {self.steps} steps, and the share of the step",
-            f"{'':{width}} " + " ".join(f"{f'rank {rank}':>16}" for rank in range(self.ranks)),
+            *([self.predicted] if self.predicted is not None else []),
+            f"{'':{width}} " + " ".join(f"{f'rank {rank}':>16}" for rank in shown),
         ]
         for name, seconds in sorted(self.spans.items(), key=lambda item: -sum(item[1])):
-            cells = [f"{s * 1e3:9.3f} {100 * s / max(w, 1e-12):5.1f}%" for s, w in zip(seconds, self.step, strict=True)]
+            cells = [
+                f"{seconds[rank] * 1e3:9.3f} {100 * seconds[rank] / max(self.step[rank], 1e-12):5.1f}%"
+                for rank in shown
+            ]
             lines.append(f"{name:{width}} " + " ".join(f"{cell:>16}" for cell in cells))
-        lines.append(f"{'whole step':{width}} " + " ".join(f"{s * 1e3:9.3f} {100.0:5.1f}%" for s in self.step))
+        whole = " ".join(f"{self.step[rank] * 1e3:9.3f} {100.0:5.1f}%" for rank in shown)
+        lines.append(f"{'whole step':{width}} {whole}")
         return "\n".join(lines)
 
     def save(self, path: Path) -> None:
         """Write the numbers as JSON."""
         path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+
+def read_profile(content: dict[str, Any]) -> Profile:
+    """A profile from its JSON. No communication."""
+    return Profile(**{**content, "losses": tuple(content["losses"]), "residuals": tuple(content["residuals"])})
+
+
+def save_all(path: Path, profiles: Sequence[Profile]) -> None:
+    """Write the numbers of several profiles as JSON. No communication."""
+    path.write_text(json.dumps([asdict(found) for found in profiles], indent=1) + "\n")
 
 
 def profile(config: Config, comm: Comm, *, steps: int = 20) -> Profile:
@@ -64,21 +104,27 @@ def profile(config: Config, comm: Comm, *, steps: int = 20) -> Profile:
         comm: ranks.
         steps: steps measured.
     """
-    data = comm.together(lambda: load(config.data, config.seed, DTYPES[config.model.dtype]))
+    data = comm.shared(lambda: load(config.data, config.seed, DTYPES[config.model.dtype]))
     order = BatchOrder(len(data.train), config.data.batch_size, config.seed, "fixed")
-    strategy = make_strategy(build_network(config, data, comm), config.optim)
+    _, strategy, _ = build(config, data, order, comm)
+
+    reports: list[StepReport] = []
 
     def step(index: int) -> None:
         batch = order.at(index)
         samples = data.train if order.full else data.train.take(batch.indices)
         with trace.span("step"):
-            strategy.step(samples, batch.id)
+            reports[1:] = [strategy.step(samples, batch.id)]
 
     warm = max(WARM, order.batches + 1 if order.batches <= 20 else WARM)
     try:
         trace.start(comm, events=False)  # bind the timed programs before they are measured
         for index in range(warm):
             step(index)
+        comm.restart_clocks()
+        for index in range(warm, warm + SETTLE):
+            step(index)
+        warm += SETTLE
         trace.start(comm, events=False)
         for index in range(warm, warm + steps):
             step(index)
@@ -94,4 +140,16 @@ def profile(config: Config, comm: Comm, *, steps: int = 20) -> Profile:
         steps,
         [w for w, _ in everyone],
         {name: [spans.get(name, 0.0) for _, spans in everyone] for name in names},
+        losses=(_known(reports[0].loss), _known(reports[-1].loss)),
+        residuals=reports[-1].forward.residuals if reports[-1].forward is not None else (),
+        critical_path=_path(reports[-1]),
     )
+
+
+def _path(report: StepReport) -> int | None:
+    solves = [solve for solve in (report.forward, report.adjoint) if solve is not None]
+    return sum(solve.critical_path for solve in solves) if solves else None
+
+
+def _known(loss: float | None) -> float:
+    return math.nan if loss is None else loss

@@ -10,7 +10,6 @@ are settings of `MGRIT`, not code paths here.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -206,7 +205,7 @@ class GradientSteps(_WholeSteps):
         Raises:
             NumericsError: loss or gradient is not finite, on every rank; the parameters are as they were.
         """
-        began = time.perf_counter()
+        began = self._net.comm.now()
         self._objective.stop_requested, self._objective.step = self.stop_requested, self.steps
         head, terms = self._objective.forward(samples, batch)
         self._objective.backward()
@@ -238,7 +237,7 @@ class GradientSteps(_WholeSteps):
             rate,
             forward,
             adjoint,
-            time.perf_counter() - began,
+            self._net.comm.now() - began,
             bool(stop),
         )
 
@@ -296,7 +295,7 @@ class LBFGSSteps(_WholeSteps):
         Raises:
             NumericsError: objective or gradient is not finite, on every rank.
         """
-        began = time.perf_counter()
+        began = self._net.comm.now()
         self._samples, self._batch, self._stop = samples, batch, False
         try:
             at = self._lbfgs.evaluation or self._lbfgs.start()
@@ -312,7 +311,7 @@ class LBFGSSteps(_WholeSteps):
             step_size,
             forward,
             adjoint,
-            time.perf_counter() - began,
+            self._net.comm.now() - began,
             self._stop,
             report.stop,
             report.interrupted,

@@ -8,7 +8,6 @@ asked to stop:       last row, checkpoint; heard at every step, trial of a line 
 from __future__ import annotations
 
 import logging
-import time
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -59,7 +58,9 @@ def train(config: Config, comm: Comm) -> int:
     """
     check(config, comm)
     folder = RunFolder.open(config, comm)
-    run_log.setup(comm.rank, comm.size, folder=folder.path, level=config.run.log_level)
+    speaks = comm.rank == 0 or comm.meter is None  # emulated ranks share the log of one process
+    if speaks:
+        run_log.setup(comm.rank, comm.size, folder=folder.path, level=config.run.log_level)
     if config.run.trace:
         trace.start(comm)
     try:
@@ -74,7 +75,8 @@ def train(config: Config, comm: Comm) -> int:
         return code
     finally:
         trace.stop()
-        run_log.close()
+        if speaks:
+            run_log.close()
 
 
 def check(config: Config, comm: Comm) -> None:
@@ -101,7 +103,7 @@ class Trainer:
 
     def __init__(self, config: Config, comm: Comm, folder: RunFolder) -> None:
         self.config, self.comm, self.folder = config, comm, folder
-        self.data = comm.together(lambda: load_data(config.data, config.seed, DTYPES[config.model.dtype]))
+        self.data = comm.shared(lambda: load_data(config.data, config.seed, DTYPES[config.model.dtype]))
         self.order = BatchOrder(
             len(self.data.train),
             config.data.batch_size,
@@ -164,7 +166,9 @@ class Trainer:
             parameters,
             self.folder.path,
         )
-        began, stopped = time.perf_counter(), False
+        if comm.predicted is not None:
+            self._say("times are %s", comm.predicted)
+        began, stopped = comm.now(), False
         before = self.folder.row_at(self.step) if comm.rank == 0 else {}
         resume_at = self.step if self.folder.checkpoint is not None or self.folder.metrics.exists() else None
         with (
@@ -180,6 +184,7 @@ class Trainer:
                     scores = self._score()
                     if stopped := scores is None:
                         break
+                comm.at_step(self.step)
                 with trace.span("step", step=self.step):
                     report = self.strategy.step(*self._batch(self.order.at(self.step)))
                 if stopped := report.abandoned:
@@ -204,7 +209,7 @@ class Trainer:
             metrics.write(row(self.step, self.strategy.current, scores))
         self.watchdog.stop()
         if scores is None:
-            self._say("step %d: stopped early in %s, %.1f s", self.step, self.folder.path, time.perf_counter() - began)
+            self._say("step %d: stopped early in %s, %.1f s", self.step, self.folder.path, comm.now() - began)
             self.stopping.done()
             return EXIT_STOPPED
         self._say(
@@ -213,7 +218,7 @@ class Trainer:
             scores.train_accuracy,
             scores.val_accuracy,
             scores.val_loss,
-            time.perf_counter() - began,
+            comm.now() - began,
         )
         if run.plots:
             with trace.span("pictures"):

@@ -1,0 +1,98 @@
+"""The clock of an emulated rank: what it computes advances it by what such work costs, measured as it is done.
+
+Every stretch of work between two events (messages, spans, groups of layer evaluations) has a key that says what is done
+and on how much, never by which rank; the clock advances by the median of the thread's processor time over all stretches
+of the key so far. Raw times would bias a prediction upward: the slowest of 256 noisy ranks counts at every meeting.
+No communication.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import insort
+from collections.abc import Callable, Hashable, Sequence
+from typing import Literal
+
+Compute = Literal["median", "cpu", "none"]
+MOST = 129  # samples per key; the median moves no more after that many
+
+
+class Costs:
+    """Processor time by key, shared by all ranks of an emulation.
+
+    Args:
+        compute: median of the key so far | cpu: the raw time | none: work takes no time, only messages do.
+    """
+
+    def __init__(self, compute: Compute = "median") -> None:
+        self.compute = compute
+        self._samples: dict[Hashable, list[int]] = {}
+
+    def charge(self, key: Hashable, nanoseconds: int) -> float:
+        """Note one stretch of work; the seconds that it counts for."""
+        if self.compute == "cpu":
+            return nanoseconds * 1e-9
+        if self.compute == "none":
+            return 0.0
+        samples = self._samples.get(key)
+        if samples is None:
+            samples = self._samples[key] = []
+        if len(samples) < MOST:
+            insort(samples, nanoseconds)
+        return samples[(len(samples) - 1) // 2] * 1e-9
+
+    def forget(self) -> None:
+        """Start anew: what was measured belongs to a warm-up."""
+        self._samples.clear()
+
+
+class Meter:
+    """The virtual clock of one rank. Only the thread of the rank calls it.
+
+    Args:
+        costs: shared by the ranks.
+        place: first | middle | last, whose work around opening and closing differs.
+    """
+
+    def __init__(self, costs: Costs, place: str) -> None:
+        self.costs, self.place = costs, place
+        self.now = 0.0
+        self._last: Hashable = "start"
+        self._mark = 0
+
+    def start(self) -> None:
+        """The rank's thread begins."""
+        self._mark = time.thread_time_ns()
+
+    def pause(self, key: Hashable) -> None:
+        """An event begins: the work since the event before is counted."""
+        spent = time.thread_time_ns() - self._mark
+        self.now += self.costs.charge((self.place, self._last, key), spent)
+        self._last = key
+
+    def resume(self) -> None:
+        """The event is over."""
+        self._mark = time.thread_time_ns()
+
+    def read(self) -> float:
+        """Virtual seconds."""
+        self.pause("read")
+        self.resume()
+        return self.now
+
+    def read_ns(self) -> int:
+        """Virtual nanoseconds, for traces."""
+        return int(self.read() * 1e9)
+
+    def metered(self, key: Hashable, ops: Sequence[Callable[[], object]]) -> Callable[[], None]:
+        """The work of `ops` as one stretch with a key of its own."""
+
+        def run() -> None:
+            self.pause(key)
+            began = time.thread_time_ns()
+            for op in ops:
+                op()
+            self.now += self.costs.charge(key, time.thread_time_ns() - began)
+            self._mark = time.thread_time_ns()
+
+        return run

@@ -1,0 +1,141 @@
+"""What the layers of a network cost on this processor: measured as the engine runs them, floor and samples apart.
+
+The cost of a call grows with the batch as floor + samples * each; a batch is small while it is below floor / each, and
+then several ranks cannot share its samples to any use. No communication.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from lpnet.config import Config
+from lpnet.data.batches import BatchOrder
+from lpnet.data.samples import Data, load
+from lpnet.mgrit.cycle import Action, Cycle, Edges
+from lpnet.mgrit.hierarchy import Hierarchy
+from lpnet.mgrit.network import build_network
+from lpnet.mgrit.problems import AdjointProblem, StateProblem
+from lpnet.mgrit.propagator import Propagator
+from lpnet.nn.models import DTYPES
+
+LAYERS = 16  # of the network that is measured
+RUNS = 7
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """Seconds per layer at one batch size.
+
+    Args:
+        samples: of the batch.
+        evaluate: F of a layer, forward.
+        advance: the update that follows it.
+        pull: a step of the adjoint.
+        gradient: parameters' gradient.
+        copy: of a state; what relaxation and residuals cost.
+        payload: bytes of a state.
+    """
+
+    samples: int
+    evaluate: float
+    advance: float
+    pull: float
+    gradient: float
+    copy: float
+    payload: int
+
+    @property
+    def step(self) -> float:
+        """Forward, adjoint and gradient of one layer: serial training."""
+        return self.evaluate + self.advance + self.pull + self.gradient
+
+    def of(self, action: Action, *, adjoint: bool, overhead: float) -> float:
+        """Seconds of a recorded action."""
+        number = action.edges.number if action.edges is not None else 1
+        if action.kind == "evaluate":
+            return self.evaluate * number
+        if action.kind in ("step", "fas"):
+            return (self.pull if adjoint else self.advance) * number
+        if action.kind == "recompute":
+            return (self.evaluate + self.advance) * number
+        if action.kind == "gradient":
+            return self.gradient * number
+        if action.kind in ("send", "post", "halo_send", "halo_post"):
+            return overhead
+        return self.copy
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Costs at the run's batch, and how they depend on it.
+
+    Args:
+        at_batch: per layer at the run's batch.
+        floor: seconds of a layer's training step without samples.
+        each: further seconds per sample.
+    """
+
+    at_batch: LayerCost
+    floor: float
+    each: float
+
+    @property
+    def half_batch(self) -> float:
+        """Samples that cost as much as the call floor."""
+        return self.floor / max(self.each, 1e-15)
+
+
+def measure(config: Config) -> Costs:
+    """Time the layers of a configuration on this processor, one thread. No communication."""
+    data = load(config.data, config.seed, DTYPES[config.model.dtype])
+    order = BatchOrder(len(data.train), config.data.batch_size, config.seed, "fixed")
+    samples = len(data.train) if order.full else int(config.data.batch_size or len(data.train))
+    small = max(samples // 8, 1)
+    full, part = (_at(config, data, count) for count in (samples, small))
+    each = max(full.step - part.step, 0.0) / max(samples - small, 1)
+    return Costs(full, max(full.step - each * samples, 0.0), each)
+
+
+def _at(config: Config, data: Data, samples: int) -> LayerCost:
+    """Costs at a batch size."""
+    short = replace(config, method="serial", model=replace(config.model, layers=LAYERS, initial_parameters=None))
+    net = build_network(short, data)
+    assert net.opening is not None
+    u0 = net.opening(data.train.x[:samples].to(net.stack.dtype)).detach()
+    propagator = Propagator(net.stack, net.hierarchy, net.mgrit, tuple(u0.shape))
+    propagator.forward(u0, start="zero", iterations=0)
+    propagator.adjoint(u0, start="zero", iterations=0)
+    state, adjoint = propagator.forward_solver.problem, propagator.adjoint_solver.problem
+    assert isinstance(state, StateProblem) and isinstance(adjoint, AdjointProblem)
+    layers = range(LAYERS - 1)  # the last one brings the end of the network with it
+    rows = propagator.workspace.rows(2)
+    return LayerCost(
+        samples,
+        _time([op for i in layers for op in state.bind([Action("evaluate", 0, Edges(i, 1))])]) / len(layers),
+        _time([op for i in layers for op in state.bind([Action("step", 0, Edges(i, 1))])]) / len(layers),
+        _time([op for i in layers for op in adjoint.bind([Action("step", 0, Edges(i, 1))])]) / len(layers),
+        _time(adjoint.all_gradients()) / LAYERS,
+        _time([lambda: rows[0].copy_(rows[1])]),
+        rows[0].numel() * rows.element_size(),
+    )
+
+
+def _time(ops: Sequence[Callable[[], object]]) -> float:
+    found = []
+    for _ in range(RUNS):
+        began = time.thread_time()
+        for op in ops:
+            op()
+        found.append(time.thread_time() - began)
+    return median(found)
+
+
+def program_cycles(hierarchy: Hierarchy, config: Config, ranks: int) -> list[Cycle]:
+    """Recorders of all ranks. No communication."""
+    from lpnet.mgrit.plan import partition_of
+
+    partition = partition_of(config, ranks)
+    return [Cycle(hierarchy, partition, rank, config.mgrit) for rank in range(ranks)]

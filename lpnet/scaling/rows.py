@@ -1,0 +1,114 @@
+"""The rows of a study's tables: speed-up, efficiency and shares, derived from the profiles of its cells."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from lpnet.scaling.cells import Cell, Study
+from lpnet.scaling.profile import read_profile
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row; None where a cell was not run.
+
+    Args:
+        ranks: MPI ranks.
+        replicas: data replicas.
+        modules: FDG or pipeline modules.
+        method: serial or mgrit.
+        settings: multigrid settings that differ from the base.
+        layers: depth.
+        layers_per_rank: mean.
+        seconds_per_step: of the slowest rank.
+        speedup: against the fastest serial lpnet on the same network.
+        efficiency: speed-up per rank; weak scaling: seconds of the fewest ranks / seconds.
+        bound: speed-up by the number of layer evaluations on the critical path alone.
+        critical_path: these layer evaluations.
+        communication: share of messages, waiting and reductions.
+        loss: reached after the timed steps.
+        gradient_error: relative, against exact propagation, after ten warm steps.
+        cosine: with the exact gradient.
+        times: predicted (emulated) or measured.
+        status: done, skipped, diverged, failed.
+        reason: why it is not done.
+        spans: mean seconds over the ranks by span.
+        residuals: of the last forward solve.
+    """
+
+    ranks: int
+    replicas: int
+    modules: int
+    method: str
+    settings: str
+    layers: int
+    layers_per_rank: float
+    seconds_per_step: float | None = None
+    speedup: float | None = None
+    efficiency: float | None = None
+    bound: float | None = None
+    critical_path: int | None = None
+    communication: float | None = None
+    loss: float | None = None
+    gradient_error: float | None = None
+    cosine: float | None = None
+    times: str = ""
+    status: str = "done"
+    reason: str = ""
+    spans: dict[str, float] = field(default_factory=dict)
+    residuals: tuple[float, ...] = ()
+
+    @property
+    def series(self) -> str:
+        """Rows that belong to one curve."""
+        return f"{self.method} {self.settings}".strip()
+
+
+COLUMNS = tuple(field.name for field in fields(Row) if field.name not in ("spans", "residuals"))
+
+
+def derive(study: Study, found: Sequence[tuple[Cell, dict[str, Any]]]) -> list[Row]:
+    """Rows from the cells' results, each speed-up against the serial cell of the same depth. No communication."""
+    serial: dict[int, float] = {}
+    for cell, done in found:
+        if cell.method == "serial" and cell.ranks == 1 and done["profile"] is not None:
+            serial[cell.layers] = read_profile(done["profile"]).seconds
+    fewest: dict[str, tuple[int, float]] = {}
+    for cell, done in found:
+        if done["profile"] is not None:
+            seconds = read_profile(done["profile"]).seconds
+            fewest[cell.label()] = min(fewest.get(cell.label(), (cell.ranks, seconds)), (cell.ranks, seconds))
+    rows = []
+    for cell, done in found:
+        common = (cell.ranks, cell.replicas, cell.modules, cell.method, cell.label().partition(" ")[2], cell.layers)
+        per_rank = cell.layers / cell.ranks
+        if done["profile"] is None:
+            rows.append(Row(*common, per_rank, status=done["status"], reason=done["reason"]))
+            continue
+        profile = read_profile(done["profile"])
+        speedup = serial[cell.layers] / profile.seconds if cell.layers in serial else None
+        efficiency = speedup / cell.ranks if speedup is not None else None
+        if study.scaling == "weak":
+            efficiency = fewest[cell.label()][1] / profile.seconds
+        path = profile.critical_path or 2 * cell.layers
+        rows.append(
+            Row(
+                *common,
+                per_rank,
+                profile.seconds,
+                speedup,
+                efficiency,
+                2 * cell.layers / path,
+                path,
+                profile.communication,
+                profile.losses[1],
+                done["gradient_error"],
+                done["cosine"],
+                "predicted" if profile.predicted else "measured",
+                spans={name: sum(seconds) / profile.ranks for name, seconds in profile.spans.items()},
+                residuals=profile.residuals,
+            )
+        )
+    return rows

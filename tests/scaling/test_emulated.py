@@ -1,0 +1,120 @@
+"""`--emulate` of train and bench: the run folders of real ranks bit for bit, predicted times, virtual traces."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lpnet.cli import main
+from lpnet.configfile import parse
+from lpnet.errors import UsageError
+from lpnet.parallel.comm import Comm
+from lpnet.parallel.emulator import Faults, RankDiedError, emulate
+from lpnet.train.trainer import train
+
+
+def contents(folder: Path, step: int) -> dict[str, np.ndarray]:
+    """All datasets of a checkpoint."""
+    import h5py
+
+    found: dict[str, np.ndarray] = {}
+    with h5py.File(folder / "checkpoints" / f"step-{step:08d}.h5") as file:
+        file.visititems(lambda name, item: found.update({name: item[()]}) if hasattr(item, "shape") else None)
+    return found
+
+
+def losses(folder: Path) -> list[dict[str, Any]]:
+    """Rows of metrics.jsonl without the times."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
+
+
+def same_runs(one: Path, two: Path, step: int) -> None:
+    assert losses(one) == losses(two)
+    mine, other = contents(one, step), contents(two, step)
+    assert mine.keys() == other.keys()
+    assert all(np.array_equal(mine[name], other[name]) for name in mine)
+
+
+@pytest.mark.parametrize("optimiser", ["adam", "lbfgs"])
+def test_train_equals_mpirun_bit_for_bit(small: Path, tmp_path: Path, mpirun: Any, optimiser: str) -> None:
+    flags = ["--optim.name", optimiser]
+    assert main(["train", str(small), *flags, "--emulate", "1,2,3", "--run.out", str(tmp_path / "virtual")]) == 0
+    for ranks in (1, 2, 3):
+        real = tmp_path / f"real-{ranks}"
+        done = mpirun(ranks if ranks > 1 else 0, "lpnet", "train", small, *flags, "--run.out", real, timeout=60)
+        assert done.returncode == 0, done.stderr
+        same_runs(tmp_path / "virtual" / f"ranks-{ranks}", real, 4)
+
+
+def test_resume_on_another_number_of_ranks_after_a_death(small: Path, tmp_path: Path) -> None:
+    def run(out: Path, ranks: int, *flags: str, faults: Faults | None = None) -> None:
+        config = parse([str(small), "--run.out", str(out), *flags]).config
+        emulate(lambda comm: train(config, comm), ranks=ranks, faults=faults)
+
+    run(tmp_path / "whole", 2)
+    with pytest.raises(RankDiedError, match="rank 1 of 2 died at step 3"):
+        run(tmp_path / "dead", 2, faults=Faults(kill=(1, 3)))
+    assert [path.name for path in (tmp_path / "dead" / "checkpoints").glob("*.h5")] == ["step-00000002.h5"]
+    run(tmp_path / "dead", 3, "--run.resume", "auto")
+    mine, other = contents(tmp_path / "dead", 4), contents(tmp_path / "whole", 4)
+    assert all(np.array_equal(mine[name], other[name]) for name in mine if name.startswith(("model", "optim")))
+
+
+def test_trace_in_virtual_time(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run"
+    assert main(["train", str(small), "--emulate", "4", "--run.out", str(out), "--run.trace", "true"]) == 0
+    seconds = float(capsys.readouterr().out.split()[0])
+    events = json.loads((out / "trace.json").read_text())["traceEvents"]
+    assert events[0]["args"]["name"].startswith("lpnet, predicted for 4 emulated rank(s) on infiniband")
+    assert json.loads((out / "env.json").read_text())["emulated"].startswith("predicted for 4 emulated rank(s)")
+    rows = [row for row in events if row["ph"] == "X"]
+    assert {row["tid"] for row in rows} == {0, 1, 2, 3}
+    assert {"f_relax level 0", "step"} <= {row["name"] for row in rows}
+    ends = [row["ts"] + row["dur"] for row in rows]
+    assert 0 < max(ends) <= seconds * 1e6
+    steps = {rank: [row["ts"] for row in rows if row["name"] == "step" and row["tid"] == rank] for rank in range(4)}
+    assert all(len(found) == 4 and found == sorted(found) for found in steps.values())
+
+
+def test_bench(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "numbers.json"
+    words = ["bench", str(small), "--emulate", "1,16", "--steps", "3", "--network", "ethernet", "--json", str(target)]
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert "predicted for 1 emulated rank(s) on ethernet" in text
+    assert "predicted for 16 emulated rank(s) on ethernet" in text
+    one, many = json.loads(target.read_text())
+    assert (one["ranks"], many["ranks"], len(many["step"])) == (1, 16, 16)
+    assert many["step"][3] > 50e-6  # messages of 25 us
+
+
+@pytest.mark.parametrize(("flags", "message"), [
+    (["--emulate", "0"], "--emulate is '0'; expected rank counts such as 1,16,256"),
+    (["--emulate", "two"], "--emulate is 'two'"),
+    (["--emulate", "4", "--network", "infinband"], "did you mean infiniband?; known: loopback, infiniband"),
+    (["--network", "ethernet"], "--network needs --emulate"),
+    (["--emulate", "17"], "17 ranks"),
+    (["--emulate", "2", "--method", "serial"], "method serial runs on one rank, and there are 2"),
+    (["--emulate", "2,3"], "needs --run.out"),
+])
+def test_bad_input(small: Path, tmp_path: Path, capsys: Any, flags: list[str], message: str) -> None:
+    out = [] if "2,3" in flags else ["--run.out", str(tmp_path / "run")]
+    assert main(["train", str(small), *flags, *out]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_not_under_mpirun() -> None:
+    from lpnet.scaling.emulated import requested
+
+    with pytest.raises(UsageError, match="there are 4 ranks; start it without mpirun"):
+        requested({"emulate": "2"}, started_ranks=4)
+
+
+def test_comm_of_one_real_rank_has_real_time() -> None:
+    comm = Comm()
+    assert comm.meter is None and comm.now() < comm.now() + 1 and comm.shared(lambda: 3) == 3
