@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -34,11 +34,11 @@ class Traffic:
     bytes: int = 0
     reductions: int = 0
     broadcasts: int = 0
-    sent: tuple[int, int, int] | None = None
+    sent: tuple[int, int, int] | None = field(default=None, compare=False)
     """The last message: to which rank, tag, bytes."""
-    posted: tuple[int, int, int] | None = None
+    posted: tuple[int, int, int] | None = field(default=None, compare=False)
     """The last receive: from which rank, tag, bytes."""
-    collective: str = ""
+    collective: str = field(default="", compare=False)
     """The last collective, which may still wait."""
 
     def last(self) -> str:
