@@ -13,9 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from lpnet.errors import LpnetError, UsageError
+from lpnet.errors import EXIT_STOPPED, LpnetError, UsageError
 from lpnet.io import log
 from lpnet.parallel import launch, signals
 
@@ -231,8 +232,6 @@ def _bench(arguments: Sequence[str], job: _Job) -> int:
     parsed = parse(arguments, options=("steps", "json", *_EMULATE))
     steps = _count(parsed.options, "steps", 20)
     _start_log(job, parsed.config.run.log_level, parsed.warnings)
-    from pathlib import Path
-
     if any(name in parsed.options for name in _EMULATE):
         from lpnet.scaling.emulated import bench, requested, tables
         from lpnet.scaling.profile import save_all
@@ -282,15 +281,18 @@ def _study(arguments: Sequence[str], job: _Job) -> int:
     options = parser.parse_args(arguments)
     if job.size > 1:
         raise UsageError("lpnet study launches its own ranks; start it without mpirun")
-    from pathlib import Path
-
+    signals.install()
     from lpnet.scaling.cells import read_study
 
     study = read_study(options.path, data_root=options.data_root, run=options.run, launch=options.launch)
     _start_log(job, "INFO", ())
     from lpnet.scaling.study import run_study
 
-    run_study(study, Path(options.out))
+    try:
+        if run_study(study, Path(options.out)) is None:
+            return EXIT_STOPPED
+    finally:
+        signals.restore()
     print((Path(options.out) / "study.md").read_text(encoding="utf-8").rstrip())
     return 0
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+EXIT_STOPPED = 75
+"""Exit code of what stopped early, as it was asked to, and can go on."""
+
 
 class LpnetError(Exception):
     """A failure with a message for the user; the command line ends with `exit_code`."""

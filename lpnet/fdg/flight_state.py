@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lpnet.errors import CheckpointError
 from lpnet.fdg.member import Member
-from lpnet.fdg.message import Message, decode, encode
+from lpnet.fdg.message import Message, decode, encode, without_wish
 from lpnet.fdg.schedule import ScheduleName
 from lpnet.fdg.stage import Backward
 from lpnet.parallel.shard import Shard
@@ -199,7 +199,8 @@ def _load(member: Member, names: Sequence[str], read: Read) -> None:
         weights = sets[number] if number >= 0 else None
         member.stage.restore(batch, x, version, {name: weights[name] for name in parameters} if weights else None)
     for stream in member.parked():
-        member.mailbox.restore(stream, *_read_message(f"message/{stream}", names, read))
+        header, payload = _read_message(f"message/{stream}", names, read)
+        member.mailbox.restore(stream, without_wish(header), payload)
 
 
 def _read_message(name: str, names: Sequence[str], read: Read) -> tuple[Tensor, Tensor | None]:

@@ -31,27 +31,35 @@ from lpnet.scaling.cells import Cell, Study, without_root
 from lpnet.scaling.emulated import Request, bench
 from lpnet.scaling.rows import Row, derive
 from lpnet.scaling.tables import write_tables
+from lpnet.train.stopping import Stopping
 
 log = logging.getLogger("lpnet.study")
 RISE = 2.0  # a loss that has grown by this factor has diverged
 
 
-def run_study(study: Study, out: Path) -> list[Row]:
+def run_study(study: Study, out: Path) -> list[Row] | None:
     """Run what has not been run, then write tables and pictures. Emulates, or launches other processes.
+
+    A signal, a file STOP in the folder and the end of a job's time stop it between two cells.
 
     Args:
         study: what to run.
         out: folder of the results; finished cells in it are kept.
 
     Returns:
-        A row per cell.
+        A row per cell; None: stopped early.
     """
     require_matplotlib()
     (out / "cells").mkdir(parents=True, exist_ok=True)
-    found = []
+    stopping = Stopping(out)
+    found: list[tuple[Cell, dict[str, Any]]] = []
     for number, cell in enumerate(study.cells, start=1):
         path = out / "cells" / f"{_key(study, cell)}.json"
         done = _load(path)
+        if done is None and stopping.begin_step():
+            log.info("stopped early after %d of %d cells: %s", len(found), len(study.cells), stopping.reason)
+            stopping.done()
+            return None
         if done is None:
             began = time.perf_counter()
             done = _run(study, cell, out)

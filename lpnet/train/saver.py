@@ -43,7 +43,9 @@ class Saver:
         written: int | None = None,
     ) -> None:
         self._folder, self._comm, self._keep, self._on_error = folder, comm, keep, on_error
-        if mode == "thread" and comm.size > 1 and not comm.together(threads_may_send):
+        if comm.size > 1 and comm.mpi is None:
+            mode = "off"  # emulated ranks are threads themselves
+        if mode == "thread" and comm.size > 1 and not all(comm.all_gather_objects(threads_may_send())):
             self._say("this MPI does not grant THREAD_MULTIPLE: checkpoints are written between the steps")
             mode = "step"
         self._writer: Writer | None = {"off": lambda _: None, "thread": ThreadWriter, "step": StepWriter}[mode](comm)

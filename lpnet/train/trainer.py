@@ -18,7 +18,7 @@ from lpnet.data.augment import CropFlip
 from lpnet.data.batches import Batch, BatchOrder
 from lpnet.data.samples import Samples
 from lpnet.data.samples import load as load_data
-from lpnet.errors import ConfigError, LpnetError, NumericsError, SaveError
+from lpnet.errors import EXIT_STOPPED, ConfigError, LpnetError, NumericsError, SaveError
 from lpnet.io import environment, trace
 from lpnet.io import log as run_log
 from lpnet.io.metrics import MetricsWriter
@@ -37,9 +37,6 @@ from lpnet.train.strategies import StepReport
 from lpnet.train.watchdog import Watchdog
 
 __all__ = ["EXIT_STOPPED", "Trainer", "evaluate", "train"]
-
-EXIT_STOPPED = 75
-"""Exit code of a run that stopped early with a checkpoint."""
 
 log = logging.getLogger("lpnet.train")
 

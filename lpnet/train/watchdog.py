@@ -20,7 +20,7 @@ from lpnet.parallel import comm as communicators
 from lpnet.parallel.launch import keep_error
 
 GRACE_S = 2.0
-"""From the first report to the end of the job: the other ranks began the step up to a step later."""
+"""From the reports of all ranks to the end of the job: they began the step up to a step after each other."""
 
 
 class Watchdog:
@@ -30,11 +30,13 @@ class Watchdog:
         stall_s: seconds allowed; None: nothing is watched.
         rank: this rank.
         size: ranks of the job.
-        mpi: an mpi4py communicator, for its Abort; None: one rank.
+        mpi: an mpi4py communicator, for its Abort; None: one rank, or emulated ones, which are not watched.
     """
 
     def __init__(self, stall_s: float | None, *, rank: int = 0, size: int = 1, mpi: Any = None) -> None:
-        self._stall, self._rank, self._size, self._mpi = stall_s, rank, size, mpi
+        self._stall = stall_s if size == 1 or mpi is not None else None
+        self._rank, self._size, self._mpi = rank, size, mpi
+        self._slack = min((stall_s or 0) / 4, 5.0)
         self._what, self._at, self._armed = "start", 0.0, float("-inf")
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
@@ -68,9 +70,9 @@ class Watchdog:
             return
         self._what, self._at = what, time.monotonic()
         # setting the timer starts a thread, which is too much for every step
-        if self._at - self._armed > min(self._stall / 4, 5.0):
+        if self._at - self._armed > self._slack:
             self._armed = self._at
-            limit = 1.25 * self._stall + 5.0 + 2 * GRACE_S
+            limit = self._stall + self._slack + 1.0  # when the thread, if it can run, has reported
             if limit < threading.TIMEOUT_MAX:
                 faulthandler.dump_traceback_later(limit, exit=True)
 
@@ -78,8 +80,9 @@ class Watchdog:
         while not self._over.wait(min(stall / 20, 0.5)):
             late = time.monotonic() - self._at
             if late > stall:
+                faulthandler.cancel_dump_traceback_later()
                 self._report(late)
-                if not self._over.wait(GRACE_S):
+                if not self._over.wait(self._slack + 1.0 + GRACE_S):
                     self._end()
                 return
 

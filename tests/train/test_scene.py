@@ -1,4 +1,4 @@
-"""A real scene through the trainer: layer-parallel one-shot training reaches the serial accuracy, with its class map."""
+"""A real scene through the trainer: one-shot training on two ranks reaches the serial accuracy, with its class map."""
 
 from __future__ import annotations
 

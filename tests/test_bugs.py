@@ -1,0 +1,102 @@
+"""One test per bug that was found after the code had been written, so that it does not come back."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_case import differences
+
+from lpnet.errors import SaveError
+from lpnet.io.metrics import read
+
+MGRIT = """
+method: mgrit
+model: {layers: 7, width: 4, activation: tanh}
+data: {name: peaks, train_samples: 40, validation_samples: 20}
+mgrit: {levels: 2, coarsening: 2, forward_iterations: 2, adjoint_iterations: 1}
+optim: {name: lbfgs, lr: 0.1}
+run: {steps: 4, eval_every: 0, checkpoint_every: 2, plots: false}
+"""
+FDG = """
+method: fdg
+model: {layers: 7, width: 6, activation: tanh, opening: dense}
+data: {name: peaks, train_samples: 60, validation_samples: 20, batch_size: 20}
+fdg: {modules: 3, shrink: 0.7, prediction: full}
+optim: {name: sgd, lr: 0.05, momentum: 0.9}
+run: {steps: 16, eval_every: 0, checkpoint_every: 0, plots: false}
+"""
+
+
+def train(comm: Any, text: str, out: Path, *flags: object) -> int:
+    """`lpnet train` in this process. Collective over comm."""
+    from lpnet.configfile import from_yaml, parse, to_yaml
+    from lpnet.parallel.comm import Comm
+    from lpnet.train.trainer import train
+
+    config = out.parent / "config.yaml"
+    if comm.rank == 0:
+        config.write_text(to_yaml(from_yaml(text, "test")))
+    comm.barrier()
+    mine = Comm(comm)
+    try:
+        return train(parse([str(config), "--run.out", str(out), *map(str, flags)]).config, mine)
+    finally:
+        if sys.exc_info()[0] is None:
+            mine.free()
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("who", [0, 1, 2])
+def test_a_stop_of_decoupled_modules_ends_with_the_run_that_was_asked(comm, who, shared_tmp_path, monkeypatch):
+    """The wish to stop was saved with the messages in flight: every run that went on stopped after a tick."""
+    from lpnet.train.progress import Progress
+    from lpnet.train.stopping import Stopping
+
+    whole, parts, last = shared_tmp_path / "whole", shared_tmp_path / "parts", "checkpoints/step-00000016.h5"
+    assert train(comm, FDG, whole) == 0
+    update, requested, asked = Progress.update, Stopping.requested, []
+
+    def ask(self, step, report, scores):
+        update(self, step, report, scores)
+        if step == 5 and comm.rank == who:
+            asked.append("a test")
+
+    def answer(self):
+        self.reason = asked[0] if asked else None
+        return requested(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Progress, "update", ask)
+        patch.setattr(Stopping, "requested", answer)
+        assert train(comm, FDG, parts) == 75
+    assert train(comm, FDG, parts, "--resume", "auto") == 0
+    if comm.rank == 0:
+        assert differences(whole / last, parts / last) == []
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["config.yaml", "env.json", "metrics.jsonl"])
+def test_a_file_that_cannot_be_written_is_no_traceback(comm, name, shared_tmp_path):
+    """An OSError of rank 0 at the start left the other ranks waiting, and the user with a traceback."""
+    out = shared_tmp_path / "run"
+    if comm.rank == 0:
+        (out / name).mkdir(parents=True)
+    comm.barrier()
+    with pytest.raises(SaveError, match=rf"{name} cannot be written: Is a directory; make room, or give another"):
+        train(comm, MGRIT, out, "--resume", "auto")
+
+
+@pytest.mark.ranks(2)
+def test_a_damaged_line_in_the_metrics_does_not_keep_a_run_from_going_on(comm, shared_tmp_path):
+    out = shared_tmp_path / "run"
+    assert train(comm, MGRIT, out, "--run.steps", 2) == 0
+    if comm.rank == 0:
+        lines = (out / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+        (out / "metrics.jsonl").write_bytes(lines[0] + b"\x00\xff\x00 no row\n" + b"".join(lines[1:]) + b"half a li")
+    comm.barrier()
+    assert train(comm, MGRIT, out, "--resume", "auto") == 0
+    if comm.rank == 0:
+        assert [row["step"] for row in read(out / "metrics.jsonl")] == [0, 1, 2, 3, 4]
