@@ -50,6 +50,7 @@ SCRIPTS = [file for file in tracked_files() if re.match(r"#!.*\bbash\b|# shellch
 
 def test_all_scripts_are_found() -> None:
     mine = {".ci/run", "drivers/quickstart.sh", "jobscripts/mpi_env.sh", "jobscripts/setup_env.sh", "tests/run.sh"}
+    mine |= {f"jobscripts/{name}" for name in ("site.env", "job.sh", "train.sbatch", "strong_scaling.sbatch")}
     assert mine <= {name_of(file) for file in SCRIPTS}
 
 
@@ -57,6 +58,13 @@ def test_all_scripts_are_found() -> None:
 def test_shell_syntax(script: Path) -> None:
     done = subprocess.run(["bash", "-n", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_shellcheck() -> None:
+    program = shutil.which("shellcheck") or pytest.skip("shellcheck is not installed")
+    names = [name_of(file) for file in SCRIPTS]
+    done = subprocess.run([program, "-x", *names], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
 
 
 # set-up

@@ -24,6 +24,7 @@ log = logging.getLogger("lpnet.io.checkpoint")
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
 FINE = "no fault found"
 BYTES_PER_READ = 64 << 20
+PATIENCE_S = 15.0  # with a process that looks at a damaged file: HDF5 may go round in circles
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,7 @@ def _look_from_afar(path: Path) -> str:
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH", "")]))
     environment["MPI4PY_RC_INITIALIZE"] = "0"
     command = [sys.executable, "-c", "from lpnet.io import verify; verify.main()", str(path)]
-    limit = 60 + path.stat().st_size / 20e6
+    limit = PATIENCE_S + path.stat().st_size / 20e6
     try:
         done = subprocess.run(
             command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=limit

@@ -10,6 +10,7 @@ import errno
 import os
 import re
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -116,7 +117,7 @@ def test_a_run_that_goes_on(launch: Launch, config: Path, disk: Path, library: P
     for path in disk.iterdir():
         path.unlink()
     assert run.until(lambda: any(disk.glob("step-*.h5"))), run.text()
-    (out / "STOP").touch()
+    run.process.send_signal(signal.SIGUSR1)  # mpirun hands it on
     assert run.wait() == 75, run.text()
     assert not list(disk.glob("*.partial"))
     last = newest(out)

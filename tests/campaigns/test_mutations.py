@@ -113,7 +113,7 @@ def fitting(hint: Any) -> list[str]:
         return [value for part in get_args(hint) for value in fitting(part)]
     return {
         int: ["0", "1", "1", "2", "2", "3", "4", "5", "20", "-1"],
-        float: ["0", "0.5", "0.5", "1", "1", "1.5", "1e-6", "1e-3", "1e6", "1e30", "-1", ".nan"],
+        float: ["0", "0.5", "0.5", "1", "1", "1.5", "1e-6", "1e-3", "1e6", "1e30", "1e30", "-1", ".nan"],
         bool: ["true", "false"],
         str: ["F", "FCF", "auto", "x", "."],
     }.get(hint, ["null"])

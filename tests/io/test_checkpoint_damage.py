@@ -156,6 +156,17 @@ def test_a_crash_of_hdf5_is_the_childs(folder: Path, monkeypatch: pytest.MonkeyP
     assert "HDF5 crashes on it (signal 11)" in refusal(path)
 
 
+def test_hdf5_that_never_ends_is_ended(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = newer(folder)
+    schema.sidecar_of(path).unlink()
+    fake = folder / "python"
+    fake.write_text("#!/bin/sh\nexec sleep 100\n")
+    fake.chmod(0o755)
+    monkeypatch.setattr(verify.sys, "executable", str(fake))
+    monkeypatch.setattr(verify, "PATIENCE_S", 0.3)
+    assert "HDF5 did not finish reading it within 0 s" in refusal(path)
+
+
 def test_numbers_that_change_after_the_verdict(folder: Path) -> None:
     path = newer(folder)
     file = checkpoint.Checkpoint.open(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +49,8 @@ def test_versions_and_chosen_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_commit(tmp_path: Path) -> None:
+    if shutil.which("git") is None:
+        pytest.skip("there is no git here")
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
     if subprocess.run([*git, "init", "-q"], capture_output=True).returncode != 0:
         pytest.skip("no git")
