@@ -13,7 +13,7 @@ from lpnet.errors import ConfigError, UsageError
 from lpnet.mgrit.layer_parallel import LayerParallel
 from lpnet.mgrit.network import build_network
 from lpnet.parallel.comm import Comm
-from lpnet.train.decoupled import DecoupledNet, DecoupledSteps
+from lpnet.train.decoupled import DecoupledNet, DecoupledSteps, check_optimiser
 from lpnet.train.strategies import Strategy, make_strategy
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ def check(config: Config, ranks: int) -> None:
         UsageError: on every rank.
     """
     method, model = config.method, config.model.name
+    if is_decoupled(config):
+        check_optimiser(config.optim)
     if method == "serial" and ranks > 1:
         raise UsageError(
             f"method serial runs on one rank, and there are {ranks}; use --method mgrit --mgrit.levels 1 for exact "

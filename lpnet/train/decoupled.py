@@ -195,6 +195,19 @@ def rate_decay(
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda batch: rate_factor(config, batch, batches))
 
 
+def check_optimiser(config: OptimConfig) -> None:
+    """Refuse what decoupled modules cannot do. No communication.
+
+    Raises:
+        ConfigError: with the remedy.
+    """
+    for key in ("tikhonov", "classifier_tikhonov", "ddt"):
+        if getattr(config, key):
+            raise ConfigError(f"optim.{key} is a term of method mgrit and serial layers; use optim.weight_decay here")
+    if config.name == "lbfgs":
+        raise ConfigError("optim.name lbfgs needs one objective for all layers; use sgd or adam with decoupled modules")
+
+
 class DecoupledSteps:
     """Ticks of FDG, or steps of the pipeline.
 
@@ -204,15 +217,6 @@ class DecoupledSteps:
     """
 
     def __init__(self, net: DecoupledNet, config: OptimConfig) -> None:
-        for key in ("tikhonov", "classifier_tikhonov", "ddt"):
-            if getattr(config, key):
-                raise ConfigError(
-                    f"optim.{key} is a term of method mgrit and serial layers; use optim.weight_decay here"
-                )
-        if config.name == "lbfgs":
-            raise ConfigError(
-                "optim.name lbfgs needs one objective for all layers; use sgd or adam with decoupled modules"
-            )
         self._net, self._config = net, config
         self.stop_requested = False
         self.steps = 0
