@@ -13,7 +13,6 @@ bits. The same calls must be made on all ranks in the same order.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -171,7 +170,7 @@ class FDG(CutNetwork[Worker]):
             return tuple(reports)
 
     def _run_tick(self, batches: int | None) -> StepReport:
-        began, tick, before = time.perf_counter(), self._first.tick, waited(self._boxes)
+        began, tick, before = self.comm.now(), self._first.tick, waited(self._boxes)
         drive(self.members, [member.run_tick(batches) for member in self.members])
         after = waited(self._boxes)
         stop = self._first.news.stop_at <= tick
@@ -184,7 +183,7 @@ class FDG(CutNetwork[Worker]):
             loss=found.loss if found else None,
             staleness=found.staleness if found else None,
             grad_norm=found.norm if found else None,
-            seconds=time.perf_counter() - began,
+            seconds=self.comm.now() - began,
             wait_receive=after[0] - before[0],
             wait_send=after[1] - before[1],
             stop=stop,

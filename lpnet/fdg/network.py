@@ -63,7 +63,8 @@ class CutNetwork(Generic[M]):
         ranks_per_module: Sequence[int] | None = None,
         more: object = None,
     ) -> None:
-        self.comm = Comm(comm.mpi if isinstance(comm, Comm) else comm)  # no message meets one of another network
+        # no message meets one of another network
+        self.comm = comm.duplicate() if isinstance(comm, Comm) else Comm(comm)
         self.members: list[M] = []
         self.bounds: tuple[int, ...] = ()
         self.batches = 0  # given to `step` so far
@@ -84,6 +85,7 @@ class CutNetwork(Generic[M]):
         check_same(self.units, (self.options, cuts, more, ranks_per_module), self.comm)
         self.comm.together(lambda: self._check_cuts(ranks_per_module))
         self.place = arrange(self.comm, self.modules, ranks_per_module)
+        self.comm.alike(("modules", *self.place.local))
         if cuts != "by_cost" or self.modules == 1 or example is not None:
             self._build(*(example or (None, None)))
 
@@ -133,7 +135,7 @@ class CutNetwork(Generic[M]):
             for name in names[self.bounds[module - 1] : self.bounds[module]]:
                 unit = self.units[name]
                 if isinstance(unit, SharedUnit):
-                    self.units[name] = unit.factory(Comm(self.place.group.mpi if self.place.group else None))
+                    self.units[name] = unit.factory(self.place.group.duplicate() if self.place.group else Comm())
 
     def _make_members(self) -> list[M]:
         check_ties(self.units, self.bounds)

@@ -8,7 +8,6 @@ pipeline. Stages, queues and checkpoints are those of decoupled training.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -223,7 +222,7 @@ class Pipeline(CutNetwork[PipelineMember]):
         with self._guarded("step"):
             if not self.members:
                 self._build(x, y)
-            began, before, batch = time.perf_counter(), waited(self._boxes), self.batches
+            began, before, batch = self.comm.now(), waited(self._boxes), self.batches
             drive(self.members, [member.run_step(batch, x, y) for member in self.members])
             self._raise_failure()
             self.batches += 1
@@ -236,7 +235,7 @@ class Pipeline(CutNetwork[PipelineMember]):
                 loss=first.loss,
                 staleness=0,
                 grad_norm=first.norm if self.options.clip_norm is not None else None,
-                seconds=time.perf_counter() - began,
+                seconds=self.comm.now() - began,
                 wait_receive=after[0] - before[0],
                 wait_send=after[1] - before[1],
                 stop=first.news.wish,

@@ -71,13 +71,15 @@ class Tracer:
     """Records the spans of one rank; the module's functions are those of the thread's tracer, or of one shared by all.
 
     Args:
-        clock: nanoseconds; an emulated rank has a clock of its own.
+        clock: nanoseconds; an emulated rank has a clock of its own, which is told the name of a span that ends.
         most: spans kept; None: MAX_EVENTS.
     """
 
-    def __init__(self, clock: Callable[[], int] = time.perf_counter_ns, most: int | None = None) -> None:
+    def __init__(self, clock: Callable[..., int] | None = None, most: int | None = None) -> None:
         self.on = False
-        self._clock, self._most = clock, most
+        self._clock: Callable[[], int] = clock or time.perf_counter_ns
+        self._ended: Callable[[str], int] = clock or (lambda name: time.perf_counter_ns())
+        self._most = most
         self.dropped = 0
         self._keep = False
         self._origin = 0
@@ -125,7 +127,7 @@ class Tracer:
 
     def record(self, began: int, name: str, args: dict[str, Any]) -> None:
         """Note a span that ends now. No communication."""
-        duration = self._clock() - began
+        duration = self._ended(name) - began
         total = self._totals.get(name)
         if total is None:
             total = self._totals[name] = Total()

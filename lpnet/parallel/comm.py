@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -101,6 +101,20 @@ class Comm:
 
     def restart_clocks(self) -> None:
         """Forget what a warm-up has measured, where ranks are emulated. Collective there."""
+
+    def alike(self, work: Hashable) -> None:
+        """This rank's work costs what that of other ranks with the same word does; only emulated ranks ask.
+
+        No communication.
+        """
+
+    def patiently(self, done: Callable[[], bool]) -> bool:
+        """`done()`, which tests requests; emulated ranks wait in those tests. Messages as `done`."""
+        return done()
+
+    def duplicate(self) -> Comm:
+        """The same ranks, whose messages meet none of this communicator's. Collective."""
+        return Comm(self._mpi)
 
     def at_step(self, step: int) -> None:
         """A training step begins; an emulated rank may be planned to die here. No communication."""

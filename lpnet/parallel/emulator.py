@@ -23,8 +23,9 @@ from lpnet.errors import UsageError
 from lpnet.io import trace
 from lpnet.parallel.comm import Comm, Traffic
 from lpnet.parallel.interconnect import NetworkModel, named
-from lpnet.parallel.meter import Compute, Costs
-from lpnet.parallel.virtual import Faults, RankDiedError, VirtualComm, World
+from lpnet.parallel.meter import Compute, Costs, Meter
+from lpnet.parallel.virtual import VirtualComm
+from lpnet.parallel.world import Faults, Life, RankDiedError, World
 
 __all__ = ["Emulation", "Faults", "RankDiedError", "emulate"]
 
@@ -85,7 +86,9 @@ def emulate(
         raise UsageError(f"ranks is {ranks}; an emulation needs 1 or more")
     model = named(network) if isinstance(network, str) else network
     world = World(ranks, model, Costs(compute), faults or Faults())
-    comms = [VirtualComm(world, rank) for rank in range(ranks)]
+    places = ["first", *["middle"] * (ranks - 2), "last"][:ranks]
+    lives = [Life(rank, Meter(world.costs, place)) for rank, place in enumerate(places)]
+    comms = [VirtualComm(world, world.circles[0], life) for life in lives]
     results: dict[int, T] = {}
 
     def work(comm: VirtualComm) -> None:
@@ -105,9 +108,9 @@ def emulate(
         torch.set_num_threads(threads)
     return Emulation(
         [results[rank] for rank in range(ranks)],
-        [comm.meter.now for comm in comms],
-        [comm.waited for comm in comms],
-        [comm.traffic for comm in comms],
+        [life.meter.now for life in lives],
+        [life.waited for life in lives],
+        [life.total() for life in lives],
         model,
         world.baton.switches,
     )

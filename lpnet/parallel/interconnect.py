@@ -7,8 +7,11 @@ The model is that of Hockney (latency + bytes / bandwidth) with the processor's 
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
+from functools import lru_cache
 from pathlib import Path
 
 from lpnet.errors import ConfigError
@@ -57,13 +60,19 @@ class NetworkModel:
             return self.intra_latency_s + size / self.intra_bandwidth
         return self.inter_latency_s + size / self.inter_bandwidth
 
-    def collective(self, ranks: int, size: int) -> float:
-        """Seconds of a reduction or broadcast of `size` bytes: log2(ranks) messages, those within a node first."""
-        inside = math.ceil(math.log2(min(ranks, self.ranks_per_node)))
-        outside = math.ceil(math.log2(ranks)) - inside
-        near = self.intra_latency_s + size / self.intra_bandwidth
-        far = self.inter_latency_s + size / self.inter_bandwidth
-        return inside * near + outside * far + (inside + outside) * 2 * self.send_overhead_s
+    def collective(self, ranks: Sequence[int], size: int) -> float:
+        """Seconds of a reduction or broadcast of `size` bytes over some ranks of the job.
+
+        log2(P) messages, those within a node first, or twice as many of parts (Thakur, Rabenseifner and Gropp,
+        "Optimization of collective communication operations in MPICH", 2005), whichever is faster.
+        """
+        inside, outside = _rounds(tuple(ranks), self.ranks_per_node)
+        delay = inside * self.intra_latency_s + outside * self.inter_latency_s
+        delay += (inside + outside) * 2 * self.send_overhead_s
+        whole = inside * size / self.intra_bandwidth + outside * size / self.inter_bandwidth
+        width = min(self.intra_bandwidth, self.inter_bandwidth) if outside else self.intra_bandwidth
+        parts = 2 * size * (1 - 1 / len(ranks)) / width
+        return delay + min(whole, delay + parts)
 
     def describe(self) -> str:
         """The parameters in one line, for the label of a prediction."""
@@ -76,6 +85,14 @@ class NetworkModel:
     def as_dict(self) -> dict[str, object]:
         """The parameters by name."""
         return asdict(self)
+
+
+@lru_cache(maxsize=4096)
+def _rounds(ranks: tuple[int, ...], ranks_per_node: int) -> tuple[int, int]:
+    """Rounds of a tree over some ranks: within nodes, between nodes."""
+    nodes = Counter(rank // ranks_per_node for rank in ranks)
+    inside = math.ceil(math.log2(max(nodes.values())))
+    return inside, max(math.ceil(math.log2(len(ranks))) - inside, math.ceil(math.log2(len(nodes))))
 
 
 def presets(path: str | Path | None = None) -> dict[str, NetworkModel]:

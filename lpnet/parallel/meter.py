@@ -51,13 +51,14 @@ class Meter:
 
     Args:
         costs: shared by the ranks.
-        place: first | middle | last, whose work around opening and closing differs.
+        place: first | middle | last, whose work around opening and closing differs, or another name of a kind of work.
     """
 
-    def __init__(self, costs: Costs, place: str) -> None:
+    def __init__(self, costs: Costs, place: Hashable) -> None:
         self.costs, self.place = costs, place
         self.now = 0.0
         self._last: Hashable = "start"
+        self._position = 0
         self._mark = 0
 
     def start(self) -> None:
@@ -74,15 +75,25 @@ class Meter:
         """The event is over."""
         self._mark = time.thread_time_ns()
 
-    def read(self) -> float:
+    def exclude(self, nanoseconds: int) -> None:
+        """Time since the latest event that is no work of the rank: copying of messages."""
+        self._mark += nanoseconds
+
+    def position(self) -> int:
+        """How many sums have been started one after another: what lies between two of them differs."""
+        following = isinstance(self._last, tuple) and self._last[0] == "isum"
+        self._position = self._position + 1 if following else 0
+        return self._position
+
+    def read(self, key: Hashable = "read") -> float:
         """Virtual seconds."""
-        self.pause("read")
+        self.pause(key)
         self.resume()
         return self.now
 
-    def read_ns(self) -> int:
-        """Virtual nanoseconds, for traces."""
-        return int(self.read() * 1e9)
+    def read_ns(self, span: str = "") -> int:
+        """Virtual nanoseconds, for traces: at the beginning of a span, or at the end of one by its name."""
+        return int(self.read(("span", span)) * 1e9)
 
     def metered(self, key: Hashable, ops: Sequence[Callable[[], object]]) -> Callable[[], None]:
         """The work of `ops` as one stretch with a key of its own."""

@@ -214,7 +214,7 @@ def _judged(config: Config, ranks: int, costs: Costs, network: NetworkModel) -> 
                     lambda source, dest: network.flight(source, dest, cost.payload),
                 )
             )
-        seconds += network.collective(ranks, 1024)
+        seconds += network.collective(range(ranks), 1024)
     return Plan(config, ranks, seconds, memory=sum(memory_bytes(config, partition, cost.samples)))
 
 

@@ -6,7 +6,6 @@ checkpoints happen at tick boundaries with the work in flight parked or saved; a
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -233,7 +232,7 @@ class DecoupledSteps:
         Raises:
             NumericsError: on every rank; names module, batch and unit.
         """
-        began = time.perf_counter()
+        began = self._net.comm.now()
         inner = self._net.inner
         if self.stop_requested:
             inner.request_stop()
@@ -244,7 +243,7 @@ class DecoupledSteps:
             loss=report.loss,
             grad_norm=report.grad_norm,
             step_size=inner.lr,
-            seconds=time.perf_counter() - began,
+            seconds=self._net.comm.now() - began,
             stop=report.stop,
             batch=report.batch,
             staleness=report.staleness,
