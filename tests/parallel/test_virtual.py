@@ -1,4 +1,4 @@
-"""Emulated communicators beyond the first: parts of the ranks, started sums, patient tests; decoupled modules on them."""
+"""Emulated communicators: parts of the ranks, started sums, patient tests; decoupled modules on them."""
 
 from __future__ import annotations
 
