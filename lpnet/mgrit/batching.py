@@ -20,7 +20,7 @@ from lpnet.mgrit.binding import Problem
 from lpnet.mgrit.cycle import Cycle
 from lpnet.mgrit.hierarchy import Hierarchy, direction
 from lpnet.mgrit.problems import AdjointProblem, StateProblem
-from lpnet.mgrit.slots import all_points
+from lpnet.mgrit.slots import all_points, side_by_side_if_alike
 from lpnet.nn.stack import LayerStack
 
 LOCAL = ("evaluate", "step")
@@ -50,12 +50,14 @@ def measure(
         shape: of a state, (batch, ...).
         runs: sweeps timed; the fastest counts.
     """
-    slots = all_points(stack.low, stack.high)
-    workspace = stack.engine.workspace(shape, **slots.sizes)
     stack.engine.refresh()
     levels = len(hierarchy.levels) - 1
     seconds = np.zeros((2, levels))
+    backward = direction(hierarchy, mgrit, adjoint=True)[0]
     for batched in (False, True):
+        alike = side_by_side_if_alike(stack.low, stack.high, hierarchy, backward)
+        slots = alike if batched else all_points(stack.low, stack.high)
+        workspace = stack.engine.workspace(shape, **slots.sizes)
         for adjoint, kind in ((False, StateProblem), (True, AdjointProblem)):
             points, settings = direction(hierarchy, mgrit, adjoint)
             cycle = Cycle(points, stack.partition, stack.comm.rank, settings, (batched,))

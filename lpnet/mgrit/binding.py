@@ -34,6 +34,7 @@ class Problem:
         self.workspace, self.cycle, self.slots, self.comm, self.h = workspace, cycle, slots, comm, h
         self.low, self.high = cycle.partition.block(comm.rank)
         self.adjoint = cycle.hierarchy.adjoint
+        self.slot = slots.adjoint if self.adjoint else slots.state
         self.last_point = cycle.hierarchy.layers
         levels = cycle.levels
         self.place = [{p: i for i, p in enumerate(part.points)} for part in levels]
@@ -68,7 +69,7 @@ class Problem:
 
     def view(self, points: Sequence[int]) -> Tensor:
         """States of some points, one or several at equal distances."""
-        place = index_of([self.slots.state[p] for p in points])
+        place = index_of([self.slot[p] for p in points])
         return self.workspace.adjoint(place) if self.adjoint else self.workspace.state(place)
 
     def value(self, point: int) -> Tensor:
@@ -80,7 +81,7 @@ class Problem:
         out: list[list[int]] = []
         for p in points:
             run = out[-1] if out else []
-            slot = self.slots.state
+            slot = self.slot
             if run and self.workspace.region(p) != self.workspace.region(run[0]):
                 out.append([p])
             elif (

@@ -69,7 +69,8 @@ class Cycle:
         hierarchy: levels of this direction.
         mgrit: relaxation, weights, cycle and storage of this direction.
         batched: per level: relax the j-th edges of all intervals in one action.
-        block: adjoint: layers whose gradients are made at once during the last sweep; 0: none are made in it.
+        block: adjoint: layers whose gradients are made at once during the last sweep, besides those side by side; 0: none
+            are made in it.
         fresh: layers whose evaluation is up to date when recording starts.
     """
 
@@ -255,7 +256,9 @@ class Cycle:
             leaves = not self.hierarchy.adjoint and last and self._is_remote(level, chunk[-1])
             self._evaluate(level, edges)
             self._add("step", level, edges, "next" if ends_in_c else "out" if leaves else "point", plain)
-            if gradient and self.block and (last or (layer - self.low) % self.block == 0):
+            if gradient and self.block and count > 1:
+                self._add("gradient", 0, edges)
+            elif gradient and self.block and (last or (layer - self.low) % self.block == 0):
                 upper = min(head.above, layer + self.block - (layer - self.low) % self.block)
                 self._add("gradient", 0, Edges(layer, 1, upper - layer))
             if not ends_in_c and not leaves and not self.hierarchy.adjoint:

@@ -46,7 +46,7 @@ class DirectSolves:
         Returns:
             The points of this rank, their states (points, batch, width), and the report.
         """
-        run = self._latest = self._take(tuple(u0.shape))
+        run = self._latest = self._take(tuple(u0.shape), show=True)
         self._latest_adjoint = False
         start, kept = self._given(run.forward_solver, guess, u0, adjoint=False)
         run.forward(

@@ -80,7 +80,7 @@ class LayerParallel(DirectSolves, torch.nn.Module):
         # None until it is measured; intervals of different stacks do not lie side by side
         self.batched = (False,) if several else fixed_choice(self.mgrit)
         self._anchor = torch.zeros((), dtype=stack.dtype, requires_grad=True)
-        self._pools: dict[tuple[parts.StateShape, bool], list[Propagator]] = {}
+        self._pools: dict[tuple[parts.StateShape, bool, bool], list[Propagator]] = {}
         self._shapes: dict[Any, parts.StateShape] = {}
         self._key = MaskKey()  # of the next pass in train mode
         self._kept: dict[int, tuple[Kept, Kept | None]] = {}
@@ -209,9 +209,9 @@ class LayerParallel(DirectSolves, torch.nn.Module):
                 f"an id stands for the same samples: give other samples another id"
             )
 
-    def _take(self, shape: parts.StateShape, exact: bool = False) -> Propagator:
+    def _take(self, shape: parts.StateShape, exact: bool = False, show: bool = False) -> Propagator:
         """States that no live graph holds."""
-        pool = self._pools.setdefault((shape, exact), [])
+        pool = self._pools.setdefault((shape, exact, show), [])
         for propagator in pool:
             if propagator.stack is self.stack and not propagator.in_use():
                 return propagator
@@ -219,7 +219,8 @@ class LayerParallel(DirectSolves, torch.nn.Module):
             one = MGRIT(levels=1)
             made = Propagator(self.stack, build(self.stack.num_layers, one), one, shape, keep=False)
         else:
-            made = Propagator(self.stack, self.hierarchy, self.mgrit, shape, batched=self.choose_batching(shape))
+            batched = self.choose_batching(shape)
+            made = Propagator(self.stack, self.hierarchy, self.mgrit, shape, batched=batched, show=show)
         pool.append(made)
         return made
 

@@ -92,7 +92,7 @@ class AdjointProblem(Problem):
         # a value from the right rank lies behind the own points where it is the next fine point: it can join a batch
         for level, part in enumerate(cycle.levels):
             if part.next_point is not None and part.next_point == self.high:
-                self.incoming[level] = workspace.adjoint(slots.state[self.high])
+                self.incoming[level] = workspace.adjoint(self.slot[self.high])
 
     def _sources(self, layers: Sequence[int], span: int, level: int) -> Tensor:
         points = [b + span for b in layers]
@@ -152,7 +152,13 @@ class AdjointProblem(Problem):
             if layer + 1 < first + count:
                 target = self.workspace.state(self.slots.state[layer + 1])
                 ops += self.workspace.advance(u, z, self.h, target, None, None)
-        return ops
+        head, rest = self.slots.layer[first], [self.slots.layer[layer] for layer in range(first + 1, first + count)]
+        ops += self.workspace.linearise(slice(head, head + 1))
+        return [*ops, *self.workspace.linearise(slice(rest[0], rest[-1] + 1))] if rest else ops
+
+    def linearise(self) -> list[Op]:
+        """What the derivatives of all local layers need, from their latest values."""
+        return self.workspace.linearise(slice(0, self.slots.sizes["layer_slots"]))
 
     def _gradient(self, action: Action) -> list[Op]:
         """Gradients of some layers in a row, by runs that lie in a row in memory too."""
@@ -160,7 +166,11 @@ class AdjointProblem(Problem):
         ops: list[Op] = []
         run: list[int] = []
         state, kept = self.slots.state, self.slots.kept
-        first, count = action.edges.first, action.edges.number
+        first, count, stride = action.edges.first, action.edges.number, action.edges.stride
+        if stride > 1:  # side by side
+            u, d, at = state[first], kept[first], first - self.low
+            layers = slice(at, at + (count - 1) * stride + 1, stride)
+            return self.workspace.gradient(layers, slice(u, u + count), slice(d, d + count), self.h)
         for layer in range(first, first + count + 1):
             follows = (
                 run and layer < first + count and state[layer] - state[layer - 1] == kept[layer] - kept[layer - 1] == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -16,7 +16,7 @@ from lpnet.mgrit.binding import Problem
 from lpnet.mgrit.cycle import Cycle
 from lpnet.mgrit.hierarchy import Hierarchy, direction
 from lpnet.mgrit.problems import AdjointProblem, StateProblem
-from lpnet.mgrit.slots import all_points, c_points_only, rolling
+from lpnet.mgrit.slots import all_points, c_points_only, rolling, side_by_side_if_alike
 from lpnet.mgrit.solver import Need, Solver
 from lpnet.nn.context import Context
 from lpnet.nn.kernels import Op
@@ -48,6 +48,7 @@ class Propagator:
         shape: of a state, (batch, ...).
         batched: per level: side-by-side relaxation.
         keep: False propagates exactly and keeps nothing (evaluation).
+        show: every adjoint stays in memory after a solve (direct solves, which show them).
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Propagator:
         *,
         batched: tuple[bool, ...] = (),
         keep: bool = True,
+        show: bool = False,
     ) -> None:
         self.stack, self.comm = stack, stack.comm
         low, high = stack.low, stack.high
@@ -72,8 +74,12 @@ class Propagator:
             slots = rolling(low, high)
         elif self.c_storage:
             slots = c_points_only(low, high, forward.levels[1])
+        elif any(batched):
+            slots = side_by_side_if_alike(low, high, forward, backward)
         else:
-            slots = all_points(low, high, block=0 if any(batched) else stack.engine.gradient_block)
+            slots = all_points(low, high, block=stack.engine.gradient_block, one_sweep=len(backward.levels) == 1)
+        if show:
+            slots = replace(slots, adjoint=slots.state)
         self.slots = slots
         self.workspace = stack.engine.workspace(shape, **slots.sizes)
         tolerance = 1e-12 if stack.dtype == torch.float64 else 1e-5
@@ -87,6 +93,8 @@ class Propagator:
         self._make_adjoint: Callable[[], Solver] = lambda: solver(AdjointProblem, backward, adjoint_options)
         self._adjoint_solver: Solver | None = None
         self._gradients: list[Op] | None = None
+        self._linearise: list[Op] | None = None
+        self._is_linear = False  # the values of the latest solve have become slopes
         self.flight: weakref.ref[Any] | None = None
         self.stamp: tuple[int, ...] = ()
 
@@ -113,6 +121,7 @@ class Propagator:
         """
         self.stamp = self.stack.engine.refresh()
         self.workspace.begin(context or Context())
+        self._is_linear = False
         problem = self.forward_solver.problem
         if self.is_first:
             assert u0 is not None
@@ -133,7 +142,22 @@ class Propagator:
             assert lam is not None
             self.workspace.pack(lam, solver.problem.value(self.stack.num_layers), self.stack.num_layers)
         self._start(solver, start, kept, root=self.comm.size - 1)
+        self._linearise_once()
         solver.solve(iterations=iterations, coarse_start=start == "coarse", need="gradient")
+
+    def _linearise_once(self) -> None:
+        """Values become slopes, once for all sweeps and all backward passes of a forward. No communication."""
+        if self._linearise is None:
+            problem = self.adjoint_solver.problem
+            assert isinstance(problem, AdjointProblem)
+            self._linearise = problem.linearise()
+            if self.comm.meter is not None and self._linearise:
+                key = ("linearise", self.stack.local_layers, self.adjoint_solver.batch)
+                self._linearise = [self.comm.meter.metered(key, self._linearise)]
+        if not self._is_linear:
+            for op in self._linearise:
+                op()
+        self._is_linear = True
 
     def _start(self, solver: Solver, start: Start, kept: Kept | None, root: int) -> None:
         """Put the initial guess into the C-points."""

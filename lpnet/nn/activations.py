@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lpnet.config import Activation
-from lpnet.nn.kernels import Op, tanh_, tanh_pull
+from lpnet.nn.kernels import Op, tanh_, tanh_slope_
 
 ETA = 0.1
 
@@ -44,10 +44,19 @@ def activate_(name: Activation, z: Tensor, scratch: Tensor) -> list[Op]:
     ]
 
 
+def slope_(name: Activation, z: Tensor) -> list[Op]:
+    """z = sigma'(.), taken from the activated value z."""
+    if name == "tanh":
+        return tanh_slope_(z)
+    if name == "relu":
+        return [z.sign_]
+    return [partial(z.mul_, 1 / ETA), partial(z.clamp_, 0, 1), z.sqrt_]
+
+
 def pull(name: Activation, source: Tensor, z: Tensor, out: Tensor) -> list[Op]:
     """out = sigma'(.) * source, with the derivative taken from the activated value z."""
     if name == "tanh":
-        return tanh_pull(source, z, out)
+        return [partial(torch.ops.aten.tanh_backward.grad_input, source, z, grad_input=out)]
     if name == "relu":
         return [partial(torch.ops.aten.threshold_backward.grad_input, source, z, 0, grad_input=out)]
     return [

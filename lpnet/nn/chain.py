@@ -57,7 +57,9 @@ class ChainEngine:
         """Gradients of the parameters; new tensors."""
         return {f"{name}.{key}": g for name, e in self.engines.items() for key, g in e.gradients().items()}
 
-    def workspace(self, shape: Sequence[Any], *, state_slots: int, layer_slots: int, kept_slots: int) -> ChainWorkspace:
+    def workspace(
+        self, shape: Sequence[Any], *, state_slots: int, layer_slots: int, kept_slots: int, adjoint_slots: int
+    ) -> ChainWorkspace:
         """States of a batch whose first state has this shape; every point and layer has a slot of its own."""
         return ChainWorkspace(self, shape)
 
@@ -78,7 +80,7 @@ class ChainWorkspace:
                 workspace = own.between(self.layouts[k], self.layouts[k + 1])
             else:
                 count = high - low
-                sizes = {"state_slots": count, "layer_slots": count, "kept_slots": count}
+                sizes = dict.fromkeys(("state_slots", "layer_slots", "kept_slots", "adjoint_slots"), count)
                 workspace = own.workspace(self.layouts[k].shape, **sizes)
             self.members.append(Member(low, high, network.step_size(k), workspace))
         self.of = [member for member in self.members for _ in range(member.low, member.high)]
@@ -145,6 +147,10 @@ class ChainWorkspace:
         """out = (u + h z) [- minus] [+ plus], in this order; after a transition without u."""
         member, place = self._at(u)
         return member.workspace.advance(place, self._at(z)[1], h * member.h, out, minus, plus)
+
+    def linearise(self, z: slice) -> list[Op]:
+        """Values become what `pull` needs of them; all of the rank's layers, which may reach over several parts."""
+        return [op for m in self.members for op in m.workspace.linearise(slice(0, m.high - m.low))]
 
     def pull(
         self,

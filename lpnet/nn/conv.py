@@ -151,19 +151,27 @@ class ConvEngine:
         """Gradients of the parameters; new tensors."""
         return {"weight": self.weight_gradient.clone(), "bias": self.bias_gradient.clone()}
 
-    def workspace(self, shape: Sequence[Any], *, state_slots: int, layer_slots: int, kept_slots: int) -> ConvWorkspace:
+    def workspace(
+        self, shape: Sequence[Any], *, state_slots: int, layer_slots: int, kept_slots: int, adjoint_slots: int
+    ) -> ConvWorkspace:
         """States of `shape` (batch, channels, height, width)."""
-        return ConvWorkspace(self, shape, state_slots, layer_slots, kept_slots)
+        return ConvWorkspace(self, shape, state_slots, layer_slots, kept_slots, adjoint_slots)
 
 
 class ConvWorkspace(LayerwiseWorkspace):
     """States (slots, batch, height, width, channels), values F and sigma' times adjoints per layer."""
 
     def __init__(
-        self, engine: ConvEngine, shape: Sequence[int], state_slots: int, layer_slots: int, kept_slots: int
+        self,
+        engine: ConvEngine,
+        shape: Sequence[int],
+        state_slots: int,
+        layer_slots: int,
+        kept_slots: int,
+        adjoint_slots: int,
     ) -> None:
         batch, channels, height, width = shape
-        super().__init__(engine.weight, (batch, height, width, channels), state_slots, layer_slots)
+        super().__init__(engine.weight, (batch, height, width, channels), state_slots, layer_slots, adjoint_slots)
         self.engine = engine
         self._kept_slots = kept_slots
         self._d: Tensor | None = None

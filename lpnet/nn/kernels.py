@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -19,6 +20,23 @@ from torch import Tensor
 
 Op = Callable[[], object]
 SMALL = 4096  # numbers, up to which three numpy calls are faster than one of torch's operator calls
+GRAIN = 32768  # numbers, up to which torch's elementwise operators take one thread: there numpy's are as fast or faster
+
+
+_VIEWS: WeakValueDictionary[tuple[object, ...], np.ndarray] = WeakValueDictionary()
+
+
+def array(tensor: Tensor) -> np.ndarray:
+    """The tensor's memory as a numpy array; equal views are one object.
+
+    Launches that share operands then share what describes them: a training step of small layers reads several hundred
+    kilobytes of such descriptions, and has to bring them back into the cache when other work was done in between.
+    """
+    key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())  # its memory lives as long as the view
+    found = _VIEWS.get(key)
+    if found is None:
+        found = _VIEWS[key] = tensor.numpy()
+    return found
 
 
 def uses_numpy(tensor: Tensor) -> bool:
@@ -41,7 +59,7 @@ def product(left: Tensor, right: Tensor, out: Tensor) -> list[Op]:
         return [partial(narrow.copy_, right), *product(left, narrow, result), partial(out.copy_, result)]
     if not uses_numpy(out):
         return [partial(torch.mm if out.dim() == 2 else torch.bmm, left, right, out=out)]
-    a, b, c = left.numpy(), right.numpy(), out.numpy()
+    a, b, c = array(left), array(right), array(out)
     if out.dim() == 2 and out.is_contiguous():
         return [partial(np.dot, a, b, c)]
     return [partial(np.matmul, a, b, c)]
@@ -49,9 +67,11 @@ def product(left: Tensor, right: Tensor, out: Tensor) -> list[Op]:
 
 def add(left: Tensor, right: Tensor, factor: float, out: Tensor) -> list[Op]:
     """out = left + factor * right; `out` may be `right`, not `left`."""
+    if factor == 1.0 and uses_numpy(out) and out.numel() <= GRAIN:
+        return [partial(np.add, array(left), array(right), array(out))]
     if not is_small(out):
         return [partial(torch.add, left, right, alpha=factor, out=out)]
-    a, b, c = left.numpy(), right.numpy(), out.numpy()
+    a, b, c = array(left), array(right), array(out)
     scale = c.dtype.type(factor)
     return [partial(np.multiply, b, scale, c), partial(np.add, a, c, c)]
 
@@ -60,14 +80,20 @@ def tanh_(z: Tensor) -> list[Op]:
     """z = tanh(z)."""
     if not uses_numpy(z):
         return [z.tanh_]
-    array = z.numpy()
-    return [partial(np.tanh, array, array)]
+    values = array(z)
+    return [partial(np.tanh, values, values)]
 
 
-def tanh_pull(source: Tensor, z: Tensor, out: Tensor) -> list[Op]:
-    """out = source (1 - z^2), the derivative of tanh taken from its value z."""
-    if not is_small(out):
-        return [partial(torch.ops.aten.tanh_backward.grad_input, source, z, grad_input=out)]
-    a, b, c = source.numpy(), z.numpy(), out.numpy()
-    one = c.dtype.type(1)
-    return [partial(np.multiply, b, b, c), partial(np.subtract, one, c, c), partial(np.multiply, c, a, c)]
+def tanh_slope_(z: Tensor) -> list[Op]:
+    """z = 1 - z^2, the derivative of tanh taken from its value z."""
+    if not uses_numpy(z):
+        return [partial(torch.addcmul, torch.ones_like(z[..., :1]), z, z, value=-1, out=z)]
+    values = array(z)
+    return [partial(np.multiply, values, values, values), partial(np.subtract, values.dtype.type(1), values, values)]
+
+
+def times(left: Tensor, right: Tensor, out: Tensor) -> list[Op]:
+    """out = left * right, elementwise."""
+    if not uses_numpy(out) or out.numel() > GRAIN:
+        return [partial(torch.mul, left, right, out=out)]
+    return [partial(np.multiply, array(left), array(right), array(out))]

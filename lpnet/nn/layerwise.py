@@ -28,13 +28,17 @@ class LayerwiseWorkspace:
         payload: shape of a state in memory.
         state_slots: number of states.
         layer_slots: number of layers that something is kept of.
+        adjoint_slots: number of adjoint states.
     """
 
-    def __init__(self, like: Tensor, payload: Sequence[int], state_slots: int, layer_slots: int) -> None:
+    def __init__(
+        self, like: Tensor, payload: Sequence[int], state_slots: int, layer_slots: int, adjoint_slots: int
+    ) -> None:
         self.like, self.payload = like.detach(), tuple(payload)
         self.u = self.like.new_zeros(state_slots, *self.payload)
         self.z: list[Tensor | None] = [None] * layer_slots  # F in the shape of a payload
         self._lam: Tensor | None = None
+        self._adjoint_slots = adjoint_slots
 
     def one_evaluate(self, layer: int, u: int, z: int) -> list[Op]:
         """z[z] = F(u[u]; layer)."""
@@ -62,7 +66,7 @@ class LayerwiseWorkspace:
     def lam(self) -> Tensor:
         """Adjoint states, allocated when first used."""
         if self._lam is None:
-            self._lam = torch.zeros_like(self.u)
+            self._lam = self.like.new_zeros(self._adjoint_slots, *self.payload)
         return self._lam
 
     def adjoint(self, slot: Index) -> Tensor:
@@ -99,6 +103,10 @@ class LayerwiseWorkspace:
         value = self.z[z]
         assert value is not None
         torch.add(state, value, alpha=h, out=out)
+
+    def linearise(self, z: slice) -> list[Op]:
+        """Values serve as they are."""
+        return []
 
     def pull(
         self,

@@ -83,10 +83,10 @@ class ModuleEngine:
         return {name: g.clone() for name, g in self.gradient.items()}
 
     def workspace(
-        self, shape: Sequence[Any], *, state_slots: int, layer_slots: int, kept_slots: int
+        self, shape: Sequence[Any], *, state_slots: int, layer_slots: int, kept_slots: int, adjoint_slots: int
     ) -> ModuleWorkspace:
         """States of `shape` (batch, ...), or a tuple of such shapes."""
-        return ModuleWorkspace(self, shape, state_slots, layer_slots)
+        return ModuleWorkspace(self, shape, state_slots, layer_slots, adjoint_slots)
 
     def call(
         self, layer: int, state: Any, context: Context, masks: dropout.Masks, batch: int
@@ -161,9 +161,10 @@ class ModuleWorkspace(LayerwiseWorkspace):
         shape: Sequence[Any],
         state_slots: int,
         layer_slots: int,
+        adjoint_slots: int,
         payload: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(engine.like, payload or parts.payload(shape), state_slots, layer_slots)
+        super().__init__(engine.like, payload or parts.payload(shape), state_slots, layer_slots, adjoint_slots)
         self.engine, self.shape = engine, tuple(shape)
         self.is_tuple, self.batch = parts.is_tuple(shape), parts.samples(shape)
         self.graphs: list[tuple[Tensor, Tensor, dict[str, Tensor]] | None] = [None] * layer_slots

@@ -20,11 +20,12 @@ from torch import Tensor
 
 from lpnet.config import Activation
 from lpnet.errors import UsageError
-from lpnet.nn.activations import FUNCTIONS, activate_, pull
+from lpnet.nn.activations import FUNCTIONS, activate_, slope_
 from lpnet.nn.context import Block, Context
-from lpnet.nn.kernels import Op, add, product
+from lpnet.nn.kernels import Op, add, product, times
 
 Index = int | slice
+CACHED = 64 * 1024  # numbers that stay in a core's second cache
 
 
 class Workspace(Protocol):
@@ -60,6 +61,10 @@ class Workspace(Protocol):
 
     def advance(self, u: Index, z: Index, h: float, out: Tensor, minus: Tensor | None, plus: Tensor | None) -> list[Op]:
         """out = (u + h z) [- minus] [+ plus], in this order."""
+
+    def linearise(self, z: slice) -> list[Op]:
+        """Values become what `pull` needs of them, once after the last evaluation of a forward; a workspace whose
+        values serve as they are does nothing."""
 
     def pull(
         self,
@@ -102,7 +107,9 @@ class Engine(Protocol):
     def gradients(self) -> dict[str, Tensor]:
         """Gradients of the parameters; new tensors."""
 
-    def workspace(self, shape: Sequence[Any], *, state_slots: int, layer_slots: int, kept_slots: int) -> Workspace:
+    def workspace(
+        self, shape: Sequence[Any], *, state_slots: int, layer_slots: int, kept_slots: int, adjoint_slots: int
+    ) -> Workspace:
         """Memory for states of `shape` (batch, ...)."""
 
 
@@ -178,7 +185,8 @@ class DenseStep:
         self, parameters: dict[str, Tensor], compute: torch.dtype | None = None, block: Block | None = None
     ) -> DenseEngine:
         """The fused weights of a block of layers, in the precision of the products."""
-        return DenseEngine(self, parameters["weight"], parameters["bias"], compute or parameters["weight"].dtype)
+        weight, bias = parameters["weight"], parameters["bias"]
+        return DenseEngine(self, weight, bias, compute or weight.dtype, (block or Block()).h)
 
     def serial_layer(self, parameters: dict[str, Tensor], h: float, layer: int = 0) -> torch.nn.Module:
         """One layer as an ordinary torch module with parameters of its own."""
@@ -201,22 +209,25 @@ class SerialDenseLayer(torch.nn.Module):
 
 
 class DenseEngine:
-    """Weights with the bias as last column, (local layers, width, width + 1); follows the parameters.
+    """Weights with the bias as last column, (local layers, width, width + 1), and h W^T for the way back; follows the
+    parameters.
 
     Args:
         step: the layer.
         weight: (local layers, width, width).
         bias: (local layers, width) or (local layers, 1).
         compute: precision of the products W u; states and parameters keep theirs.
+        h: step in layer time of a layer.
     """
 
     gradient_block = 32
 
-    def __init__(self, step: DenseStep, weight: Tensor, bias: Tensor, compute: torch.dtype) -> None:
-        self.step = step
+    def __init__(self, step: DenseStep, weight: Tensor, bias: Tensor, compute: torch.dtype, h: float) -> None:
+        self.step, self.h = step, h
         self.weight, self.bias = weight, bias
         layers, width = weight.shape[0], step.width
         self.fused = torch.empty(layers, width, width + 1, dtype=compute, device=weight.device)
+        self.back = torch.empty(layers, width, width, dtype=compute, device=weight.device)
         self.fused_gradient = torch.empty_like(self.fused, dtype=weight.dtype)
 
     def refresh(self) -> tuple[int, ...]:
@@ -227,6 +238,7 @@ class DenseEngine:
         with torch.no_grad():
             self.fused[:, :, :-1].copy_(self.weight)
             self.fused[:, :, -1].copy_(self.bias)
+            torch.mul(self.weight.transpose(1, 2), self.h, out=self.back)
         return self.stamp()
 
     def stamp(self) -> tuple[int, ...]:
@@ -235,27 +247,35 @@ class DenseEngine:
 
     def gradients(self) -> dict[str, Tensor]:
         """Gradients of the parameters, split from the fused one; new tensors."""
-        bias = self.fused_gradient[:, :, -1]
-        return {
-            "weight": self.fused_gradient[:, :, :-1].contiguous(),
-            "bias": bias.sum(1, keepdim=True) if self.step.bias == "scalar" else bias.contiguous(),
-        }
+        weight = self.fused_gradient[:, :, :-1] * self.h
+        bias = self.fused_gradient[:, :, -1] * self.h
+        return {"weight": weight, "bias": bias.sum(1, keepdim=True) if self.step.bias == "scalar" else bias}
 
-    def workspace(self, shape: Sequence[Any], *, state_slots: int, layer_slots: int, kept_slots: int) -> DenseWorkspace:
+    def workspace(
+        self, shape: Sequence[Any], *, state_slots: int, layer_slots: int, kept_slots: int, adjoint_slots: int
+    ) -> DenseWorkspace:
         """States of `shape` (batch, width)."""
-        return DenseWorkspace(self, shape[0], state_slots, layer_slots, kept_slots)
+        return DenseWorkspace(self, shape[0], state_slots, layer_slots, kept_slots, adjoint_slots)
 
 
 class DenseWorkspace:
-    """States (slots, width + 1, batch) and what is kept of the layers: values F and their adjoints."""
+    """States (slots, width + 1, batch) and what is kept of the layers: values F, later slopes, and their adjoints."""
 
-    def __init__(self, engine: DenseEngine, batch: int, state_slots: int, layer_slots: int, kept_slots: int) -> None:
+    def __init__(
+        self,
+        engine: DenseEngine,
+        batch: int,
+        state_slots: int,
+        layer_slots: int,
+        kept_slots: int,
+        adjoint_slots: int,
+    ) -> None:
         like = engine.weight.detach()
         self.engine, self.batch, self.width = engine, batch, engine.step.width
         self.u = torch.zeros(state_slots, self.width + 1, batch, dtype=like.dtype, device=like.device)
         self.u[:, -1] = 1
         self.z = torch.empty(layer_slots, self.width, batch, dtype=like.dtype, device=like.device)
-        self._kept_slots = kept_slots
+        self._kept_slots, self._adjoint_slots = kept_slots, adjoint_slots
         self._lam: Tensor | None = None
         self._d: Tensor | None = None
         self._scratch: dict[tuple[str, int], Tensor] = {}
@@ -274,7 +294,7 @@ class DenseWorkspace:
     def lam(self) -> Tensor:
         """Adjoint states (slots, width, batch), allocated when first used."""
         if self._lam is None:
-            self._lam = self.u.new_zeros(self.u.shape[0], self.width, self.batch)
+            self._lam = self.u.new_zeros(self._adjoint_slots, self.width, self.batch)
         return self._lam
 
     @property
@@ -321,6 +341,12 @@ class DenseWorkspace:
         to = out if minus is None or plus is None else self.scratch("advance", out)
         return [*add(self.state(u), self.z[z], h, to), *corrected(to, minus, plus, out)]
 
+    def linearise(self, z: slice) -> list[Op]:
+        """z = sigma'(W u + b), some layers at a time, as many as stay in the cache."""
+        some = max(1, CACHED // max(1, self.width * self.batch))
+        blocks = [self.z[i : min(i + some, z.stop)] for i in range(z.start, z.stop, some)]
+        return [op for block in blocks for op in slope_(self.engine.step.activation, block)]
+
     def pull(
         self,
         layer: Index,
@@ -332,20 +358,19 @@ class DenseWorkspace:
         minus: Tensor | None,
         plus: Tensor | None,
     ) -> list[Op]:
-        """out = (source + h W^T (sigma' source)) [- minus] [+ plus], in this order."""
-        weight, inner = self.engine.fused[layer][..., :-1].transpose(-1, -2), self.d[d]
+        """out = (source + h W^T (slope source)) [- minus] [+ plus], in this order."""
+        inner = self.d[d]
         to = out if minus is None or plus is None else self.scratch("advance", out)
         return [
-            *pull(self.engine.step.activation, source, self.z[z], inner),
-            *product(weight, inner, to),
-            *add(source, to, h, to),
+            *times(source, self.z[z], inner),
+            *product(self.engine.back[layer], inner, to),
+            *add(source, to, h / self.engine.h, to),
             *corrected(to, minus, plus, out),
         ]
 
     def gradient(self, layers: slice, u: slice, d: slice, h: float) -> list[Op]:
-        """Fused gradient of a run of layers: h (sigma' lambda) u^T, summed over the batch."""
-        out = self.engine.fused_gradient[layers]
-        return [*product(self.d[d], self.u[u].transpose(1, 2), out), partial(out.mul_, h)]
+        """Fused gradient of a run of layers, without h: (sigma' lambda) u^T, summed over the batch."""
+        return product(self.d[d], self.u[u].transpose(1, 2), self.engine.fused_gradient[layers])
 
     def pack(self, u: Tensor, out: Tensor, point: int = 0) -> None:
         """Write a state (batch, width) into a payload."""

@@ -66,7 +66,7 @@ class TransitionWorkspace(ModuleWorkspace):
     """One state in the layout of the layers before, one value in that of the layers after."""
 
     def __init__(self, engine: TransitionEngine, before: Layout, after: Layout) -> None:
-        super().__init__(engine, before.shape, 1, 1, payload=before.payload)
+        super().__init__(engine, before.shape, 1, 1, 1, payload=before.payload)
         self.before, self.after = before, after
 
     def opened(self, leaf: Tensor) -> Any:

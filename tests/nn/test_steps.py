@@ -9,6 +9,8 @@ import torch
 
 from lpnet.nn import DenseStep
 from lpnet.nn.activations import FUNCTIONS
+from lpnet.nn.context import Block
+from lpnet.nn.layerwise import places
 
 ACTIVATIONS = ["tanh", "relu", "smooth_relu"]
 BIASES = ["scalar", "vector"]
@@ -33,15 +35,18 @@ class Engine:
     """One workspace with states packed into it."""
 
     def __init__(self, step, given, u):
-        self.engine = step.engine(given)
+        self.engine = step.engine(given, block=Block(h=H))
         self.engine.refresh()
-        self.space = self.engine.workspace(u.shape[1:], state_slots=LAYERS + 1, layer_slots=LAYERS, kept_slots=LAYERS)
+        sizes = {"layer_slots": LAYERS, "kept_slots": LAYERS, "adjoint_slots": LAYERS + 1}
+        self.space = self.engine.workspace(u.shape[1:], state_slots=LAYERS + 1, **sizes)
+        self.linear: set[int] = set()
         for i, state in enumerate(u):
             self.space.pack(state, self.space.state(i))
 
     def advance(self, where, h=H, minus=None, plus=None):
         out = self.space.rows(LAYERS)[where]
         run(self.space.evaluate(where, where, where))
+        self.linear -= set(places(where))
         run(self.space.advance(where, where, h, out, minus, plus))
         return self.space.unpack(out)
 
@@ -50,6 +55,9 @@ class Engine:
         for row, value in zip(source, lam, strict=True):
             self.space.pack(value, row)
         out = self.space.rows(LAYERS)[where]
+        for i in set(places(where)) - self.linear:
+            run(self.space.linearise(slice(i, i + 1)))
+            self.linear.add(i)
         run(self.space.pull(where, where, where, source[where], h, out, minus, plus))
         return self.space.unpack(out)
 
