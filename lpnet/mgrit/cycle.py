@@ -69,8 +69,8 @@ class Cycle:
         hierarchy: levels of this direction.
         mgrit: relaxation, weights, cycle and storage of this direction.
         batched: per level: relax the j-th edges of all intervals in one action.
-        block: adjoint: layers whose gradients are made at once during the last sweep, besides those side by side; 0: none
-            are made in it.
+        block: adjoint: layers whose gradients are made at once during the last sweep, besides those side by side; 0:
+            none are made in it.
         fresh: layers whose evaluation is up to date when recording starts.
     """
 
