@@ -106,7 +106,8 @@ class Solver:
             part = list(group)
             bound = self.problem.bind(part)
             key = (self.batch, self.cycle.hierarchy.adjoint, *map(_work, part))
-            ops += bound if talks else [meter.metered(key, bound)]
+            arrived = all(action.kind == "land" for action in part)
+            ops += bound if talks else [meter.metered(key, bound, warm=not arrived)]
         return ops
 
     def _bind_timed(self, actions: list[Action]) -> list[Op]:

@@ -66,6 +66,7 @@ class LayerStack(torch.nn.Module):
         self.num_layers, self.offset = num_layers, 0
         self.h = final_time / num_layers
         self.low, self.high = self.partition.block(self.comm.rank)
+        self.comm.alike("first" if self.low == 0 else "last" if self.high == num_layers else "middle")
         kept = torch.float32 if dtype == torch.bfloat16 else dtype
         rows = [self.step.initial(generator_for(seed, "stack", layer=layer)) for layer in range(self.low, self.high)]
         modules = isinstance(self.step, ModuleStep)

@@ -85,7 +85,7 @@ def emulate(
     if ranks < 1:
         raise UsageError(f"ranks is {ranks}; an emulation needs 1 or more")
     model = named(network) if isinstance(network, str) else network
-    world = World(ranks, model, Costs(compute), faults or Faults())
+    world = World(ranks, model, Costs(compute, model.cache_bytes), faults or Faults())
     places = ["first", *["middle"] * (ranks - 2), "last"][:ranks]
     lives = [Life(rank, Meter(world.costs, place)) for rank, place in enumerate(places)]
     comms = [VirtualComm(world, world.circles[0], life) for life in lives]

@@ -31,6 +31,8 @@ class NetworkModel:
         inter_latency_s: seconds of an empty message between nodes.
         inter_bandwidth: bytes per second between nodes.
         send_overhead_s: processor seconds per message at the sender, and again at the receiver.
+        cache_bytes: cache that a rank has to itself, its share of a shared one included. A rank that computes on no
+            more than that finds it in its cache; 0: never.
     """
 
     name: str = "custom"
@@ -40,14 +42,15 @@ class NetworkModel:
     inter_latency_s: float = 1.5e-6
     inter_bandwidth: float = 12e9
     send_overhead_s: float = 1.5e-6
+    cache_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         if self.ranks_per_node < 1:
             raise ConfigError(f"network {self.name}: ranks_per_node is {self.ranks_per_node}; a node has 1 or more")
-        for key in ("intra_latency_s", "inter_latency_s", "send_overhead_s"):
+        for key in ("intra_latency_s", "inter_latency_s", "send_overhead_s", "cache_bytes"):
             value = getattr(self, key)
             if not (value >= 0 and math.isfinite(value)):
-                raise ConfigError(f"network {self.name}: {key} is {value}; it must not be negative (seconds)")
+                raise ConfigError(f"network {self.name}: {key} is {value}; it must not be negative")
         for key in ("intra_bandwidth", "inter_bandwidth"):
             if not getattr(self, key) > 0:
                 raise ConfigError(
@@ -80,6 +83,7 @@ class NetworkModel:
             f"{self.name}: {self.ranks_per_node} ranks per node, latency {self.intra_latency_s * 1e6:g} us within and "
             f"{self.inter_latency_s * 1e6:g} us between nodes, {self.intra_bandwidth / 1e9:g} and "
             f"{self.inter_bandwidth / 1e9:g} GB/s, {self.send_overhead_s * 1e6:g} us of processor per message"
+            + (f", {self.cache_bytes / 1e6:g} MB of cache per rank" if self.cache_bytes else ", caches cold")
         )
 
     def as_dict(self) -> dict[str, object]:

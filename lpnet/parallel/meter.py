@@ -13,6 +13,8 @@ from bisect import insort
 from collections.abc import Callable, Hashable, Sequence
 from typing import Literal
 
+from lpnet.parallel.warmth import Resident, operands, touch
+
 Compute = Literal["median", "cpu", "none"]
 MOST = 129  # samples per key; the median moves no more after that many
 
@@ -22,10 +24,11 @@ class Costs:
 
     Args:
         compute: median of the key so far | cpu: the raw time | none: work takes no time, only messages do.
+        cache: bytes of cache that a rank has to itself; what it computes on is warm where all of it fits.
     """
 
-    def __init__(self, compute: Compute = "median") -> None:
-        self.compute = compute
+    def __init__(self, compute: Compute = "median", cache: float = 0.0) -> None:
+        self.compute, self.cache = compute, cache
         self._samples: dict[Hashable, list[int]] = {}
 
     def charge(self, key: Hashable, nanoseconds: int) -> float:
@@ -56,6 +59,7 @@ class Meter:
 
     def __init__(self, costs: Costs, place: Hashable) -> None:
         self.costs, self.place = costs, place
+        self._resident = Resident(costs.cache)
         self.now = 0.0
         self._last: Hashable = "start"
         self._position = 0
@@ -95,11 +99,21 @@ class Meter:
         """Virtual nanoseconds, for traces: at the beginning of a span, or at the end of one by its name."""
         return int(self.read(("span", span)) * 1e9)
 
-    def metered(self, key: Hashable, ops: Sequence[Callable[[], object]]) -> Callable[[], None]:
-        """The work of `ops` as one stretch with a key of its own."""
+    def metered(self, key: Hashable, ops: Sequence[Callable[[], object]], warm: bool = True) -> Callable[[], None]:
+        """The work of `ops` as one stretch with a key of its own.
+
+        Args:
+            key: what is done, and on how much.
+            ops: what is done.
+            warm: False: on something that has just come from elsewhere.
+        """
+        arrays = operands(ops) if self.costs.cache else []
+        self._resident.add(arrays)
 
         def run() -> None:
             self.pause(key)
+            if warm and self._resident.is_warm():
+                touch(arrays)
             began = time.thread_time_ns()
             for op in ops:
                 op()

@@ -7,6 +7,7 @@ communicators (`split`); its clock is one.
 from __future__ import annotations
 
 import pickle
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Hashable
@@ -64,7 +65,8 @@ class VirtualComm(Comm):
 
     def now(self) -> float:
         """Virtual seconds. No communication."""
-        return self.meter.read()
+        frame = sys._getframe(1)
+        return self.meter.read((frame.f_code.co_name, frame.f_lineno))
 
     def restart_clocks(self) -> None:
         """Forget what was measured and set all clocks to zero. Collective."""

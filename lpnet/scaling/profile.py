@@ -6,6 +6,7 @@ per level; gradient, reduction, optimiser; what is left is `other`.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Sequence
@@ -116,22 +117,33 @@ def profile(config: Config, comm: Comm, *, steps: int = 20) -> Profile:
         with trace.span("step"):
             reports[1:] = [strategy.step(samples, batch.id)]
 
-    warm = max(WARM, order.batches + 1 if order.batches <= 20 else WARM)
+    numbers = itertools.count()
+
+    def run(count: int, *, timed: bool) -> dict[str, float]:
+        """Mean seconds of some steps, of their spans too where those are timed."""
+        trace.stop()
+        comm.barrier()
+        if timed:
+            trace.start(comm, events=False)
+        began = comm.now()
+        for _ in range(count):
+            step(next(numbers))
+        mean = {name: total.seconds / count for name, total in trace.totals().items()} if timed else {}
+        return {**mean, "step": (comm.now() - began) / count}
+
     try:
-        trace.start(comm, events=False)  # bind the timed programs before they are measured
-        for index in range(warm):
-            step(index)
+        run(max(WARM, order.batches + 1 if order.batches <= 20 else WARM), timed=False)
+        run(1, timed=True)  # programs with spans are bound when they are first used
         comm.restart_clocks()
-        for index in range(warm, warm + SETTLE):
-            step(index)
-        warm += SETTLE
-        trace.start(comm, events=False)
-        for index in range(warm, warm + steps):
-            step(index)
-        found = {name: total.seconds / steps for name, total in trace.totals().items()}
+        run(SETTLE, timed=False)
+        whole = run(steps, timed=False)["step"]
+        run(1, timed=True)
+        found = run(max(steps // 2, 1), timed=True)
     finally:
         trace.stop()
-    whole = found.pop("step")
+    # spans cost time themselves: they tell the shares, the steps without them the whole
+    scale = whole / found.pop("step")
+    found = {name: seconds * scale for name, seconds in found.items()}
     found["other"] = whole - sum(found.values())
     everyone = comm.all_gather_objects((whole, found))
     names = sorted({name for _, spans in everyone for name in spans})
