@@ -100,7 +100,8 @@ class DataConfig:
     Args:
         name: peaks (generated) | peaks_files (four .dat files in `root`) | hyperspectral (a scene: two .mat files in
             `root`) | spectra (a table of spectra and its labels: two .mat files in `root`) | mnist (four idx files,
-            gzip or not, in `root`) | cifar10, cifar100 (the python version's batches in `root`).
+            gzip or not, in `root`) | cifar10, cifar100 (the python version's batches in `root`) | image_folder
+            (root/train/CLASS/*.jpg and root/val/CLASS/*.jpg, decoded batch by batch; for networks of units).
         root: folder of the data files.
         train_samples: training samples in all; null: all there are (peaks: 5000). peaks: equally many per class;
             the others: a subset drawn by the seed that keeps the shares of the classes, of all training samples
@@ -115,12 +116,18 @@ class DataConfig:
             validates.
         batch_size: samples per step; null is the full batch.
         augment: none, or crop_flip: training images are shifted by up to 4 pixels and mirrored at random, by (seed,
-            epoch, sample).
-        held_out: cifar10, cifar100: validate on training images that are not trained on (validation_samples of them)
-            and leave the test images alone, for choosing settings.
+            epoch, sample); of an image_folder a random part of 8 to 100 % of the image is taken and mirrored or not.
+        held_out: mnist, cifar10, cifar100: validate on training images that are not trained on (validation_samples of
+            them) and leave the test images alone, for choosing settings.
+        crop: image_folder: height and width of the samples.
+        workers: image_folder: threads that decode the images of one batch.
+        prefetch: batches that a thread makes ahead of the step that needs them; 0: none, each step makes its own;
+            null: 2 where samples are decoded or augmented, 0 elsewhere. The samples are the same.
     """
 
-    name: Literal["peaks", "peaks_files", "hyperspectral", "spectra", "mnist", "cifar10", "cifar100"] = "peaks"
+    name: Literal[
+        "peaks", "peaks_files", "hyperspectral", "spectra", "mnist", "cifar10", "cifar100", "image_folder"
+    ] = "peaks"
     root: str | None = None
     train_samples: int | None = None
     validation_samples: int | None = None
@@ -132,14 +139,34 @@ class DataConfig:
     batch_size: int | None = None
     augment: Literal["none", "crop_flip"] = "none"
     held_out: bool = False
+    crop: int = 224
+    workers: int = 1
+    prefetch: int | None = None
+
+    @property
+    def ahead(self) -> int:
+        """Batches that a thread makes ahead."""
+        if self.prefetch is not None:
+            return self.prefetch
+        return 2 if self.augment != "none" or self.name == "image_folder" else 0
 
     def __post_init__(self) -> None:
+        positive("data", crop=self.crop, workers=self.workers)
+        not_negative("data", prefetch=self.prefetch or 0)
         require(
-            not self.held_out or self.name in ("cifar10", "cifar100"),
-            f"data.held_out is for cifar10 and cifar100, not for {self.name}; leave it out",
+            self.name == "image_folder" or (self.crop == 224 and self.workers == 1),
+            f"data.crop and data.workers are for image_folder, not for {self.name}; leave them out",
         )
         require(
-            self.augment == "none" or self.name in ("mnist", "cifar10", "cifar100"),
+            self.name != "image_folder" or self.batch_size is not None,
+            "data.name image_folder is decoded batch by batch; set data.batch_size",
+        )
+        require(
+            not self.held_out or self.name in ("mnist", "cifar10", "cifar100"),
+            f"data.held_out is for mnist, cifar10 and cifar100, not for {self.name}; leave it out",
+        )
+        require(
+            self.augment == "none" or self.name in ("mnist", "cifar10", "cifar100", "image_folder"),
             f"data.augment crop_flip is for images, not for {self.name}; set it to none",
         )
         positive("data", train_samples=self.train_samples, validation_samples=self.validation_samples)
@@ -172,8 +199,6 @@ class OptimConfig:
         classifier_tikhonov: gamma_class: gamma/2 ||theta_closing||^2.
         ddt: gamma_ddt: gamma/2 sum_{i>=1} ||(theta_i - theta_{i-1})/h||^2.
         clip_norm: largest global gradient norm; null: no clipping.
-        decay_epochs: epochs after which the learning rate is multiplied by `decay`; not for lbfgs.
-        decay: that factor.
         decay_epochs: epochs after which the learning rate is multiplied by `decay`; not for lbfgs.
         decay: that factor.
     """

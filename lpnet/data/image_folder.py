@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from lpnet.config import DataConfig
 from lpnet.data.augment import below, counted_bits, fraction
 from lpnet.data.pixels import standardised
-from lpnet.data.samples import Samples
+from lpnet.data.samples import Data, Samples, folder, stratified_subset
 from lpnet.errors import DataError, UsageError
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".webp")
@@ -49,6 +51,7 @@ class ImageFolder:
         mean: of every channel of pixels in [0, 1].
         deviation: of every channel.
         workers: threads that decode the images of one batch.
+        augment: whether an epoch means random crops and mirrors.
     """
 
     root: Path
@@ -61,6 +64,17 @@ class ImageFolder:
     mean: tuple[float, ...] = IMAGENET_MEAN
     deviation: tuple[float, ...] = IMAGENET_DEVIATION
     workers: int = 1
+    augment: bool = True
+
+    @property
+    def x(self) -> torch.Tensor:
+        """All images, (samples, 3, size, size), decoded now: the middle of each. No communication."""
+        return self.take(torch.arange(len(self))).x
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of one sample."""
+        return 3, self.size, self.size
 
     def __len__(self) -> int:
         return len(self.files)
@@ -79,7 +93,7 @@ class ImageFolder:
         """
         image_module = _pillow()
         bits = None
-        if epoch is not None:
+        if epoch is not None and self.augment:
             count = 3 * _TRIES + 3
             bits = counted_bits(self.seed, "augment/resized", epoch=epoch, indices=indices.numpy(), count=count)
 
@@ -94,6 +108,15 @@ class ImageFolder:
         pixels = np.stack(images) if images else np.zeros((0, self.size, self.size, 3), np.uint8)
         x = standardised(pixels.transpose(0, 3, 1, 2), self.mean, self.deviation, self.dtype)
         return Samples(x, self.y[indices])
+
+    def parts(self, size: int) -> Iterator[Samples]:
+        """All samples in order, the middle of every image, decoded at most `size` at a time. No communication."""
+        for indices in torch.arange(len(self)).split(size):
+            yield self.take(indices)
+
+    def subset(self, kept: np.ndarray) -> ImageFolder:
+        """The samples at the indices `kept`. No communication."""
+        return replace(self, files=tuple(self.files[k] for k in kept), y=self.y[torch.from_numpy(kept)])
 
     def _decode(self, image_module: Any, index: int, bits: np.ndarray | None) -> np.ndarray:
         """One image, (size, size, 3), uint8."""
@@ -111,6 +134,32 @@ class ImageFolder:
             ) from None
         pixels = np.asarray(small)
         return pixels[:, ::-1] if bits is not None and below(bits[-1:], 2)[0] else pixels
+
+
+def read(config: DataConfig, seed: int, dtype: torch.dtype) -> Data:
+    """The images that a configuration asks for, listed but not decoded. No communication.
+
+    The training accuracy is that of as many training images as there are validation images.
+
+    Raises:
+        DataError: a missing folder, classes that do not fit, or more samples asked for than there are.
+        UsageError: there is no pillow.
+    """
+    _pillow()
+    train, validation = open_folders(folder(config), size=config.crop, seed=seed, dtype=dtype, workers=config.workers)
+    train = replace(train, augment=config.augment == "crop_flip")
+    limits = {"training": (train, config.train_samples), "validation": (validation, config.validation_samples)}
+    found = []
+    for part, (images, count) in limits.items():
+        key = "data.train_samples" if part == "training" else "data.validation_samples"
+        kept = stratified_subset(images.y.numpy(), count, seed=seed, stream=f"subset/{part}", key=key)
+        found.append(images if count is None else images.subset(kept))
+    train, validation = found
+    classes = len(train.class_names)
+    scored = min(len(train), max(len(validation), classes))
+    kept = stratified_subset(train.y.numpy(), scored, seed=seed, stream="subset/scored", key="data.train_samples")
+    names = train.class_names
+    return Data(train, validation, classes, math.prod(train.shape), names, scored=train.subset(kept))
 
 
 def open_part(

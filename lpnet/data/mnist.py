@@ -25,35 +25,29 @@ _UNSIGNED_BYTES = 8
 def read(config: DataConfig, seed: int, dtype: torch.dtype) -> Data:
     """Images (samples, 1, height, width), scaled to [0, 1], then standardised by the training pixels.
 
-    No communication.
+    With data.held_out the validation samples are training images that are not trained on. No communication.
 
     Raises:
         DataError: names the file, what was expected and what was found.
     """
     root = folder(config)
-    parts = []
-    for prefix, part, count in (
-        ("train", "training", config.train_samples),
-        ("t10k", "validation", config.validation_samples),
-    ):
-        images_path, labels_path = _find(root, f"{prefix}-images", 3), _find(root, f"{prefix}-labels", 1)
-        images, labels = read_idx(images_path, axes=3), read_idx(labels_path, axes=1)
-        if len(images) != len(labels):
+    images, labels = _read_part(root, "train")
+    if config.held_out:
+        if config.validation_samples is None:
             raise DataError(
-                f"{images_path.name} holds {len(images)} images, {labels_path.name} holds {len(labels)} labels; "
-                "the two files must belong together"
+                "data.validation_samples is null, but the validation samples of mnist shall be held out of its "
+                f"{len(labels):,} training images; say how many"
             )
-        if not images.size:
-            raise DataError(f"{images_path} holds no pixels: its shape is {images.shape}; give the original file")
-        wrong = np.flatnonzero(labels >= CLASSES)
-        if len(wrong):
-            raise DataError(
-                f"{labels_path}: label {labels[wrong[0]]} of image {wrong[0]} is out of range 0..{CLASSES - 1} "
-                f"({len(wrong)} of {len(labels)} are); give the files of a set with {CLASSES} classes"
-            )
-        key = "data.train_samples" if part == "training" else "data.validation_samples"
-        kept = stratified_subset(labels, count, seed=seed, stream=f"subset/{part}", key=key)
-        parts.append((images[kept], labels[kept]))
+        kept = _subset(labels, config.validation_samples, seed, "held_out")
+        validating = images[kept], labels[kept]
+        rest = np.setdiff1d(np.arange(len(labels)), kept)
+        images, labels = images[rest], labels[rest]
+    else:
+        all_images, all_labels = _read_part(root, "t10k")
+        kept = _subset(all_labels, config.validation_samples, seed, "validation")
+        validating = all_images[kept], all_labels[kept]
+    kept = _subset(labels, config.train_samples, seed, "training")
+    parts = [(images[kept], labels[kept]), validating]
     mean, deviation = _mean_and_deviation(parts[0][0])
     train, validation = (
         Samples(_standardised(images, mean, deviation, dtype), torch.from_numpy(labels.astype(np.int64)))
@@ -92,6 +86,31 @@ def read_idx(path: Path, *, axes: int) -> np.ndarray:
             "fetch it again"
         )
     return np.frombuffer(content, dtype=np.uint8, offset=head).reshape(shape)
+
+
+def _read_part(root: Path, prefix: str) -> tuple[np.ndarray, np.ndarray]:
+    """Images (samples, height, width) and labels (samples,) of one part, bytes."""
+    images_path, labels_path = _find(root, f"{prefix}-images", 3), _find(root, f"{prefix}-labels", 1)
+    images, labels = read_idx(images_path, axes=3), read_idx(labels_path, axes=1)
+    if len(images) != len(labels):
+        raise DataError(
+            f"{images_path.name} holds {len(images)} images, {labels_path.name} holds {len(labels)} labels; "
+            "the two files must belong together"
+        )
+    if not images.size:
+        raise DataError(f"{images_path} holds no pixels: its shape is {images.shape}; give the original file")
+    wrong = np.flatnonzero(labels >= CLASSES)
+    if len(wrong):
+        raise DataError(
+            f"{labels_path}: label {labels[wrong[0]]} of image {wrong[0]} is out of range 0..{CLASSES - 1} "
+            f"({len(wrong)} of {len(labels)} are); give the files of a set with {CLASSES} classes"
+        )
+    return images, labels
+
+
+def _subset(labels: np.ndarray, count: int | None, seed: int, part: str) -> np.ndarray:
+    key = "data.train_samples" if part == "training" else "data.validation_samples"
+    return stratified_subset(labels, count, seed=seed, stream=f"subset/{part}", key=key)
 
 
 def _bytes(path: Path) -> bytes:

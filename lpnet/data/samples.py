@@ -6,9 +6,10 @@ Zhuang et al. 2020: no broadcast). A mistake in a file is therefore seen by all 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -20,6 +21,31 @@ from lpnet.seeding import numpy_generator_for
 if TYPE_CHECKING:
     from lpnet.data.hyperspectral import Scene
     from lpnet.data.peaks import Square
+
+
+class Source(Protocol):
+    """Samples in memory, or in files that are decoded when a batch of them is taken. No communication."""
+
+    @property
+    def x(self) -> torch.Tensor:
+        """All inputs, (samples, ...); files are decoded for it, all of them at once."""
+
+    @property
+    def y(self) -> torch.Tensor:
+        """All classes, (samples,), int64."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of one input."""
+
+    def __len__(self) -> int:
+        """Number of samples."""
+
+    def take(self, indices: torch.Tensor, *, epoch: int | None = None) -> Samples:
+        """The samples at `indices`, in that order."""
+
+    def parts(self, size: int) -> Iterator[Samples]:
+        """All samples in order, at most `size` at a time."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +63,24 @@ class Samples:
     def __len__(self) -> int:
         return len(self.y)
 
-    def take(self, indices: torch.Tensor) -> Samples:
-        """The samples at `indices`, in that order (a copy). No communication."""
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of one input."""
+        return tuple(self.x.shape[1:])
+
+    def take(self, indices: torch.Tensor, *, epoch: int | None = None) -> Samples:
+        """The samples at `indices`, in that order (a copy), the same in every epoch. No communication."""
         return Samples(self.x[indices], self.y[indices])
+
+    def parts(self, size: int) -> Iterator[Samples]:
+        """All samples in order, at most `size` at a time (no copies). No communication."""
+        for x, y in zip(self.x.split(size), self.y.split(size), strict=True):
+            yield Samples(x, y)
+
+
+def without_inputs(y: torch.Tensor) -> Samples:
+    """Labels alone, for a rank that reads no inputs. No communication."""
+    return Samples(torch.empty((len(y), 0)), y)
 
 
 @dataclass(frozen=True)
@@ -49,6 +90,7 @@ class Data:
     Args:
         train: training samples.
         validation: validation samples; none of them is a training sample, unless the files say so.
+        scored: training samples that the training accuracy is of; None: all of them.
         classes: number of classes.
         features: numbers per sample, all axes together.
         class_names: one name per class, for legends.
@@ -56,13 +98,14 @@ class Data:
         scene: hyperspectral scene: where every sample lies, for the class map.
     """
 
-    train: Samples
-    validation: Samples
+    train: Source
+    validation: Source
     classes: int
     features: int
     class_names: tuple[str, ...]
     square: Square | None = None
     scene: Scene | None = None
+    scored: Source | None = None
 
 
 def load(config: DataConfig, seed: int, dtype: torch.dtype) -> Data:
@@ -77,7 +120,7 @@ def load(config: DataConfig, seed: int, dtype: torch.dtype) -> Data:
         DataError: a file is missing, malformed or out of range; names the file and the line, variable or sample.
     """
     # Imported here so that a run on Peaks loads no scipy, and because the readers import this module.
-    from lpnet.data import cifar, hyperspectral, mnist, peaks
+    from lpnet.data import cifar, hyperspectral, image_folder, mnist, peaks
 
     readers = {
         "peaks": peaks.generate,
@@ -87,14 +130,17 @@ def load(config: DataConfig, seed: int, dtype: torch.dtype) -> Data:
         "mnist": mnist.read,
         "cifar10": cifar.read10,
         "cifar100": cifar.read100,
+        "image_folder": image_folder.read,
     }
     data = readers[config.name](config, seed, dtype)
+    if not isinstance(data.train, Samples) or not isinstance(data.validation, Samples):
+        return data  # checked image by image when they are decoded
     check(data.train, data.classes, f"data.name {config.name}, training samples")
     check(data.validation, data.classes, f"data.name {config.name}, validation samples")
-    if data.train.x.shape[1:] != data.validation.x.shape[1:]:
+    if data.train.shape != data.validation.shape:
         raise DataError(
-            f"data.name {config.name}: a training sample has the shape {tuple(data.train.x.shape[1:])}, a validation "
-            f"sample {tuple(data.validation.x.shape[1:])}; both must come from the same kind of files"
+            f"data.name {config.name}: a training sample has the shape {data.train.shape}, a validation "
+            f"sample {data.validation.shape}; both must come from the same kind of files"
         )
     return data
 

@@ -227,12 +227,24 @@ class CutNetwork(Generic[M]):
         try:
             yield
         except BaseException as error:
-            self._dead = str(error)
-            if self.members and not isinstance(error, NumericsError):
-                member = self.members[0]
-                for box in self._boxes:
-                    box.alarm(error, f"module {member.module}/{self.modules}, {what} at tick {member.tick}")
+            if isinstance(error, NumericsError):  # all modules stop by themselves
+                self._dead = str(error)
+            else:
+                self.fail(error, what)
             raise
+
+    def fail(self, error: BaseException, what: str) -> None:
+        """End training on all modules with an error of this rank. Neighbour messages only.
+
+        Args:
+            error: what the others will raise.
+            what: was being done.
+        """
+        self._dead = str(error)
+        if self.members:
+            member = self.members[0]
+            for box in self._boxes:
+                box.alarm(error, f"module {member.module}/{self.modules}, {what} at tick {member.tick}")
 
     # evaluation
 

@@ -26,7 +26,7 @@ def build_network(config: Config, data: Data, comm: Any = None) -> LayerParallel
         UsageError: more ranks than layers, a width that does not fit.
         DataError: initial parameters that are missing or have another shape.
     """
-    return network_for(config, data.train.x.shape[1:], data.classes, comm)
+    return network_for(config, data.train.shape, data.classes, comm)
 
 
 def network_for(config: Config, shape: Sequence[int], classes: int, comm: Any = None) -> LayerParallel:

@@ -6,7 +6,7 @@ import torch
 
 from lpnet.config import Config
 from lpnet.data.batches import BatchOrder
-from lpnet.data.samples import load
+from lpnet.data.samples import Samples, load
 from lpnet.fdg.cuts import measure, plan
 from lpnet.fdg.schedule import Schedule
 from lpnet.nn.models import DTYPES
@@ -27,7 +27,7 @@ def cut_plan_text(config: Config, ranks: int) -> str:
     fdg = config.fdg
     data = load(config.data, config.seed, DTYPES[config.model.dtype])
     order = BatchOrder(len(data.train), config.data.batch_size, config.seed, "reshuffled")
-    first = data.train if order.full else data.train.take(order.at(0).indices)
+    first = Samples(data.train.x, data.train.y) if order.full else data.train.take(order.at(0).indices)
     network, narrow = units(config, data), config.model.dtype == "bfloat16"
     dtype = torch.float64 if config.model.dtype == "float64" else torch.float32
     costs = measure(

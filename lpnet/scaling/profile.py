@@ -16,7 +16,7 @@ from typing import Any
 
 from lpnet.config import Config
 from lpnet.data.batches import BatchOrder
-from lpnet.data.samples import load
+from lpnet.data.samples import Samples, load
 from lpnet.io import trace
 from lpnet.nn.models import DTYPES
 from lpnet.parallel.comm import Comm
@@ -113,7 +113,7 @@ def profile(config: Config, comm: Comm, *, steps: int = 20) -> Profile:
 
     def step(index: int) -> None:
         batch = order.at(index)
-        samples = data.train if order.full else data.train.take(batch.indices)
+        samples = Samples(data.train.x, data.train.y) if order.full else data.train.take(batch.indices)
         with trace.span("step"):
             reports[1:] = [strategy.step(samples, batch.id)]
 

@@ -9,6 +9,7 @@ import torch
 
 from lpnet.config import RESNETS, Config
 from lpnet.data.batches import BatchOrder
+from lpnet.data.samples import Samples
 from lpnet.errors import ConfigError, UsageError
 from lpnet.mgrit.layer_parallel import LayerParallel
 from lpnet.mgrit.network import build_network
@@ -35,6 +36,11 @@ def check(config: Config, ranks: int) -> None:
         raise UsageError(
             f"method serial runs on one rank, and there are {ranks}; use --method mgrit --mgrit.levels 1 for exact "
             "propagation over several ranks, or start it without mpirun"
+        )
+    if config.data.name == "image_folder" and not is_decoupled(config):
+        raise ConfigError(
+            f"data.name image_folder is for networks of units, which {model} with method {method} is not; set "
+            f"model.name to {', '.join(RESNETS)}, or method to fdg or pipeline"
         )
     if method == "mgrit" and model in RESNETS:
         raise ConfigError(
@@ -73,7 +79,7 @@ def build(config: Config, data: Data, order: BatchOrder, comm: Comm) -> tuple[Ne
     Raises:
         UsageError: on every rank: a network that the ranks, the data or the method do not allow.
     """
-    first = data.train if order.full else data.train.take(order.at(0).indices)
+    first = Samples(data.train.x, data.train.y) if order.full else data.train.take(order.at(0).indices)
     if is_decoupled(config):
         net = DecoupledNet(config, data, comm, example=(first.x, first.y), batches=order.batches)
         return net, DecoupledSteps(net, config.optim), net.resolved(config)

@@ -41,7 +41,7 @@ def units(config: Config, data: Data) -> torch.nn.Sequential:
     Raises:
         UsageError: a depth that the family does not have, or samples that the layers cannot take.
     """
-    model, shape, classes = config.model, data.train.x.shape[1:], data.classes
+    model, shape, classes = config.model, data.train.shape, data.classes
     if model.name in RESNETS and len(shape) != 3:
         raise ConfigError(
             f"model.name {model.name} takes images; data.name {config.data.name} has samples {tuple(shape)}"
@@ -97,7 +97,7 @@ class DecoupledNet:
         self.unit_count = len(network)
         fdg, optim = config.fdg, config.optim
         dtype = torch.float64 if config.model.dtype == "float64" else torch.float32
-        network = sample_layout(network.to(dtype)) if data.train.x.dim() == 4 else network.to(dtype)
+        network = sample_layout(network.to(dtype)) if len(data.train.shape) == 3 else network.to(dtype)
         self.dtype = dtype
 
         def optimizer(parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
@@ -141,6 +141,15 @@ class DecoupledNet:
     def is_last(self) -> bool:
         """Whether this rank has the logits."""
         return self.inner.is_last
+
+    @property
+    def reads_samples(self) -> bool:
+        """Whether this rank needs inputs, not labels alone."""
+        return self.inner.is_first
+
+    def tell(self, error: BaseException) -> None:
+        """Let the other modules fail with an error that this rank met outside a step. Neighbour messages only."""
+        self.inner.fail(error, "samples")
 
     def describe(self) -> str:
         """The network and its cuts, in words. No communication."""
@@ -236,7 +245,8 @@ class DecoupledSteps:
         inner = self._net.inner
         if self.stop_requested:
             inner.request_stop()
-        report = inner.step(self._net.prepare(samples.x), samples.y)
+        x = self._net.prepare(samples.x) if self._net.reads_samples else None
+        report = inner.step(x, samples.y)
         self.steps += 1
         return StepReport(
             objective=report.loss,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 from lpnet.config import MGRIT, RESNETS, Config
 from lpnet.data.samples import load as load_data
+from lpnet.data.samples import without_inputs
 from lpnet.errors import CheckpointError
 from lpnet.nn.models import DTYPES
 from lpnet.parallel.comm import Comm
@@ -19,7 +21,7 @@ from lpnet.train import build
 from lpnet.train.saving import config_of, load_model, open_checkpoint
 
 if TYPE_CHECKING:
-    from lpnet.data.samples import Data, Samples
+    from lpnet.data.samples import Data, Source
 
 CHUNK = 8192  # samples propagated at once
 VALUES = 1 << 22  # and fewer where they are large: a run is asked to stop, or to show progress, between two parts
@@ -62,23 +64,27 @@ def score(net: Classifier, data: Data, interrupted: Callable[[], bool] | None = 
         The scores; None where a rank was interrupted.
     """
     sums = np.zeros(4)
-    for k, samples in enumerate((data.train, data.validation)):
+    scored = data.scored or data.train
+    for k, samples in enumerate((scored, data.validation)):
         found = _sums(net, samples, interrupted)
         if found is None:
             return None
         sums[k], sums[2 + k] = found
     correct_train, correct_val, loss_train, loss_val = net.comm.sum(sums)
-    n, m = len(data.train), len(data.validation)
+    n, m = len(scored), len(data.validation)
     return Scores(100 * correct_train / n, 100 * correct_val / m, loss_train / n, loss_val / m)
 
 
 def _sums(
-    net: Classifier, samples: Samples, interrupted: Callable[[], bool] | None = None
+    net: Classifier, samples: Source, interrupted: Callable[[], bool] | None = None
 ) -> tuple[float, float] | None:
     """Correct samples and summed loss on the last rank, zeros elsewhere. Neighbour messages, and as `score` says."""
     correct, loss = 0.0, 0.0
-    size = max(min(CHUNK, VALUES // max(samples.x[0].numel(), 1)), 1)
-    for x, y in zip(samples.x.split(size), samples.y.split(size), strict=True):
+    size = max(min(CHUNK, VALUES // max(math.prod(samples.shape), 1)), 1)
+    reads = getattr(net, "reads_samples", True)
+    labels = (without_inputs(y) for y in samples.y.split(size))
+    for part in samples.parts(size) if reads else labels:
+        x, y = part.x, part.y
         if interrupted is not None and net.comm.sum(np.array([float(interrupted())]))[0]:
             return None
         logits = _evaluate(net, x)
@@ -139,7 +145,7 @@ def evaluate(path: str | Path, comm: Comm, *, data_root: str | None = None) -> i
         if comm.rank == 0 and scores is not None:
             print(f"{checkpoint.path}: step {checkpoint.step}")
             for name, samples, accuracy, loss in (
-                ("training", data.train, scores.train_accuracy, scores.train_loss),
+                ("training", data.scored or data.train, scores.train_accuracy, scores.train_loss),
                 ("validation", data.validation, scores.val_accuracy, scores.val_loss),
             ):
                 print(f"{name:10}  {len(samples):6d} samples  accuracy {accuracy:6.2f} %  loss {loss:.6f}")

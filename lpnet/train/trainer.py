@@ -14,9 +14,7 @@ from typing import Any
 
 from lpnet.config import Config
 from lpnet.configfile import to_yaml
-from lpnet.data.augment import CropFlip
-from lpnet.data.batches import Batch, BatchOrder
-from lpnet.data.samples import Samples
+from lpnet.data.batches import BatchOrder
 from lpnet.data.samples import load as load_data
 from lpnet.errors import EXIT_STOPPED, ConfigError, LpnetError, NumericsError, SaveError
 from lpnet.io import environment, trace
@@ -27,6 +25,7 @@ from lpnet.nn.models import DTYPES
 from lpnet.parallel.comm import Comm
 from lpnet.train import build
 from lpnet.train.evaluation import Scores, evaluate, score
+from lpnet.train.feed import Feed
 from lpnet.train.pictures import draw
 from lpnet.train.progress import Progress
 from lpnet.train.run_folder import RunFolder
@@ -113,7 +112,6 @@ class Trainer:
                 f"{config.data.batch_size}; set data.batch_size null, or use adam or sgd"
             )
         self.net, self.strategy, self.config = build.build(config, self.data, self.order, comm)
-        self.augment = CropFlip(config.seed) if config.data.augment == "crop_flip" else None
         self.step = 0
         if folder.checkpoint is not None:
             loaded = load(folder.checkpoint.path, self.net, self.strategy)
@@ -171,6 +169,7 @@ class Trainer:
         with (
             comm.together(lambda: MetricsWriter(self.folder.metrics, rank=comm.rank, resume_at=resume_at)) as metrics,
             Progress(run.steps, self.step, rank=comm.rank) as progress,
+            self._feed() as feed,
         ):
             while self.step < run.steps and not stopped:
                 self.watchdog.beat(f"step {self.step}")
@@ -183,7 +182,7 @@ class Trainer:
                         break
                 comm.at_step(self.step)
                 with trace.span("step", step=self.step):
-                    report = self.strategy.step(*self._batch(self.order.at(self.step)))
+                    report = self.strategy.step(*feed.next(self.step))
                 if stopped := report.abandoned:
                     break
                 if report.finished is not None:
@@ -228,11 +227,18 @@ class Trainer:
         self._say("done in %s", self.folder.path)
         return 0
 
-    def _batch(self, batch: Batch) -> tuple[Samples, int | None]:
-        samples = self.data.train if self.order.full else self.data.train.take(batch.indices)
-        if self.augment is not None:
-            samples = Samples(self.augment(samples.x, batch.indices, epoch=batch.epoch), samples.y)
-        return samples, batch.id
+    def _feed(self) -> Feed:
+        return Feed(
+            self.data,
+            self.order,
+            self.config.data,
+            self.config.seed,
+            first=self.step,
+            last=self.config.run.steps,
+            reads=getattr(self.net, "reads_samples", True),
+            threads=self.comm.meter is None,
+            tell=getattr(self.net, "tell", None),
+        )
 
     def _score(self) -> Scores | None:
         """Accuracies; None where a rank was asked to stop."""

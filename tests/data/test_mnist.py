@@ -72,6 +72,23 @@ def test_limits_are_stratified(tmp_path):
         read(tmp_path, train_samples=9)
 
 
+def test_held_out_samples(tmp_path):
+    """Validation on training images that are not trained on; the test files are not even read."""
+    whole = read(write(tmp_path)).train
+    for name in NAMES[2:]:
+        (tmp_path / name).unlink()
+    data = read(tmp_path, train_samples=20, validation_samples=10, held_out=True)
+    assert (len(data.train), len(data.validation)) == (20, 10)
+
+    def keys(x):  # the order of the pixels survives standardisation
+        return {tuple(image.flatten().argsort(stable=True).tolist()) for image in x}
+
+    train, held_out = keys(data.train.x), keys(data.validation.x)
+    assert not train & held_out and train | held_out <= keys(whole.x) and len(train | held_out) == 30
+    with pytest.raises(DataError, match="held out of its 40 training images; say how many"):
+        read(tmp_path, held_out=True)
+
+
 IMAGES = idx(np.zeros((40, 28, 28)))
 LABELS = idx(np.zeros(40))
 
