@@ -151,6 +151,8 @@ class FDGConfig:
         gradient_dtype: precision in which gradients travel; null: as they are.
         microbatches: method pipeline: parts of a batch.
         pipeline_order: method pipeline: 1f1b | gpipe.
+        staleness_every: batches between two measurements of how stale the gradients are, written to metrics.jsonl:
+            cosine with the gradient that backpropagation would have, and drift of the weights, per module; 0: none.
     """
 
     modules: int | None = None
@@ -167,11 +169,12 @@ class FDGConfig:
     gradient_dtype: Literal["float16", "bfloat16"] | None = None
     microbatches: int = 4
     pipeline_order: Literal["1f1b", "gpipe"] = "1f1b"
+    staleness_every: int = 0
 
     def __post_init__(self) -> None:
         positive("fdg", modules=self.modules, accumulate=self.accumulate, microbatches=self.microbatches)
         require(0 < self.shrink <= 1, f"fdg.shrink is {self.shrink}; it must lie in (0, 1], where 1 shrinks nothing")
-        not_negative("fdg", anneal=self.anneal)
+        not_negative("fdg", anneal=self.anneal, staleness_every=self.staleness_every)
         if isinstance(self.cuts, list):
             require(
                 self.cuts == sorted(set(self.cuts)) and all(cut > 0 for cut in self.cuts),

@@ -20,15 +20,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lpnet.errors import UsageError
 from lpnet.fdg.chain import Chain
 from lpnet.fdg.compensation import Compensation
-from lpnet.fdg.mailbox import Mailbox, waited
+from lpnet.fdg.mailbox import Mailbox
 from lpnet.fdg.member import drive
 from lpnet.fdg.network import CutNetwork, Cuts
 from lpnet.fdg.options import Makers, Options, make_stage, make_update
 from lpnet.fdg.reports import StepReport
 from lpnet.fdg.schedule import Order, Schedule, ScheduleName
 from lpnet.fdg.stage import Backward, Loss
+from lpnet.fdg.staleness import Followed
 from lpnet.fdg.update import OptimizerFactory, SchedulerFactory
 from lpnet.fdg.worker import Worker
 
@@ -61,6 +63,8 @@ class FDG(CutNetwork[Worker]):
         example: (samples, labels) to measure the cuts on.
         ranks_per_module: ranks that share each module, such as [2, 1]; a shared module is one unit, given as a function
             that makes it from the communicator of its ranks, such as a LayerParallel. None: one rank each.
+        staleness_every: batches between two measurements of how stale the gradients are (`lpnet.fdg.staleness`), which
+            cost K passes of backpropagation and change nothing; 0: none. Not with data replicas or shared modules.
 
     Raises:
         UsageError: on every rank; see the messages.
@@ -87,6 +91,7 @@ class FDG(CutNetwork[Worker]):
         seed: int = 0,
         example: tuple[Tensor, Tensor] | None = None,
         ranks_per_module: Sequence[int] | None = None,
+        staleness_every: int = 0,
     ) -> None:
         def settings(count: int) -> Options:
             remedies = compensation or Compensation()
@@ -109,7 +114,20 @@ class FDG(CutNetwork[Worker]):
             options=settings,
             example=example,
             ranks_per_module=ranks_per_module,
+            more=staleness_every,
         )
+        self.comm.together(lambda: self._check_measuring(staleness_every))
+        self._every = staleness_every
+        self._followed: dict[int, Followed] = {}
+
+    def _check_measuring(self, every: int) -> None:
+        if every < 0:
+            raise UsageError(f"staleness_every is {every}; give a number of batches, or 0 for no measurements")
+        if every and (self.place.peers is not None or max(self.place.shares) > 1):
+            raise UsageError(
+                "staleness is measured where every module has one rank; leave staleness_every out with data replicas "
+                "or modules that several ranks share"
+            )
 
     def _make_member(self, module: int, chain: Chain, box: Mailbox) -> Worker:
         options, makers = self.options, self._makers
@@ -143,6 +161,8 @@ class FDG(CutNetwork[Worker]):
                 self._build(x, y)
             for member in self.members:
                 member.feed(self.batches, x, y)
+            if self._every and self.batches and self.batches % self._every == 0:
+                self._followed[self.batches] = Followed(self.batches, self.members, x, y)
             self.batches += 1
             return self._run_tick(None)
 
@@ -170,9 +190,15 @@ class FDG(CutNetwork[Worker]):
             return tuple(reports)
 
     def _run_tick(self, batches: int | None) -> StepReport:
-        began, tick, before = self.comm.now(), self._first.tick, waited(self._boxes)
-        drive(self.members, [member.run_tick(batches) for member in self.members])
-        after = waited(self._boxes)
+        tick, measured = self._first.tick, None
+        for followed in self._followed.values():
+            followed.before_tick(self.members)
+        seconds, receive, send = self.stopwatch.drive(
+            self.members, self._boxes, [member.run_tick(batches) for member in self.members]
+        )
+        for batch, followed in list(self._followed.items()):
+            if followed.landed(self._first):
+                measured = self._followed.pop(batch).collect(self.comm)
         stop = self._first.news.stop_at <= tick
         if stop:
             self._raise_failure()
@@ -183,8 +209,9 @@ class FDG(CutNetwork[Worker]):
             loss=found.loss if found else None,
             staleness=found.staleness if found else None,
             grad_norm=found.norm if found else None,
-            seconds=self.comm.now() - began,
-            wait_receive=after[0] - before[0],
-            wait_send=after[1] - before[1],
+            seconds=seconds,
+            wait_receive=receive,
+            wait_send=send,
             stop=stop,
+            measured=measured,
         )

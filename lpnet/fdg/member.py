@@ -7,6 +7,7 @@ message is there).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -259,26 +260,41 @@ class Member:
             yield from self.post("closing", Message(sums=self.sums))
 
 
-def drive(members: Sequence[Member], works: Sequence[Work]) -> None:
+def drive(
+    members: Sequence[Member], works: Sequence[Work], *, clock: Callable[[], float] = time.perf_counter
+) -> list[float]:
     """Run the work of all modules of this process to its end, each as far as its messages allow.
+
+    Returns:
+        Seconds that each module's work took, waiting for other ranks included.
 
     Raises:
         LpnetError: none of them can go on.
     """
+    seconds = [0.0] * len(works)
     if len(works) == 1:  # a rank of its own: `take` and `post` wait
+        began = clock()
         for _ in works[0]:
             pass
-        return
-    left = [(member, work, next(work, None)) for member, work in zip(members, works, strict=True)]
-    while left := [item for item in left if item[2] is not None]:
+        return [clock() - began]
+
+    def resume(place: int, work: Work) -> Need | None:
+        began = clock()
+        need = next(work, None)
+        seconds[place] += clock() - began
+        return need
+
+    left = [(place, members[place], work, resume(place, work)) for place, work in enumerate(works)]
+    while left := [item for item in left if item[3] is not None]:
         moved = False
-        for place, (member, work, need) in enumerate(left):
+        for row, (place, member, work, need) in enumerate(left):
             while need is not None and _met(member, need):
-                moved, need = True, next(work, None)
-            left[place] = (member, work, need)
+                moved, need = True, resume(place, work)
+            left[row] = (place, member, work, need)
         if not moved:
-            waits = ", ".join(f"module {member.module} for {need}" for member, _, need in left)
+            waits = ", ".join(f"module {member.module} for {need}" for _, member, _, need in left)
             raise LpnetError(f"no module can go on: {waits}")
+    return seconds
 
 
 def _met(member: Member, need: Need) -> bool:

@@ -25,6 +25,7 @@ from lpnet.fdg.mpi_mailbox import MPIMailbox
 from lpnet.fdg.options import Makers, Options, check_same
 from lpnet.fdg.place import arrange, check_ranks
 from lpnet.fdg.reports import Evaluation, StepReport
+from lpnet.fdg.times import Stopwatch
 from lpnet.parallel.comm import Comm
 from lpnet.parallel.shard import Shard
 
@@ -65,6 +66,7 @@ class CutNetwork(Generic[M]):
     ) -> None:
         # no message meets one of another network
         self.comm = comm.duplicate() if isinstance(comm, Comm) else Comm(comm)
+        self.stopwatch = Stopwatch(self.comm)
         self.members: list[M] = []
         self.bounds: tuple[int, ...] = ()
         self.batches = 0  # given to `step` so far

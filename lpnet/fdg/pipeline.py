@@ -16,8 +16,8 @@ from torch import Tensor
 
 from lpnet.errors import UsageError
 from lpnet.fdg.chain import Chain
-from lpnet.fdg.mailbox import Mailbox, waited
-from lpnet.fdg.member import Member, Work, drive
+from lpnet.fdg.mailbox import Mailbox
+from lpnet.fdg.member import Member, Work
 from lpnet.fdg.message import Message, dense, digest, expect
 from lpnet.fdg.network import CutNetwork, Cuts
 from lpnet.fdg.options import Makers, Options, make_stage, make_update
@@ -222,22 +222,24 @@ class Pipeline(CutNetwork[PipelineMember]):
         with self._guarded("step"):
             if not self.members:
                 self._build(x, y)
-            began, before, batch = self.comm.now(), waited(self._boxes), self.batches
-            drive(self.members, [member.run_step(batch, x, y) for member in self.members])
+            batch = self.batches
+            seconds, receive, send = self.stopwatch.drive(
+                self.members, self._boxes, [member.run_step(batch, x, y) for member in self.members]
+            )
             self._raise_failure()
             self.batches += 1
             for member in self.members:
                 member.origin = self.batches
-            after, first = waited(self._boxes), self.members[0]
+            first = self.members[0]
             return StepReport(
                 tick=batch,
                 batch=batch,
                 loss=first.loss,
                 staleness=0,
                 grad_norm=first.norm if self.options.clip_norm is not None else None,
-                seconds=self.comm.now() - began,
-                wait_receive=after[0] - before[0],
-                wait_send=after[1] - before[1],
+                seconds=seconds,
+                wait_receive=receive,
+                wait_send=send,
                 stop=first.news.wish,
             )
 

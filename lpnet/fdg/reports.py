@@ -6,6 +6,22 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class Staleness:
+    """How stale the gradients of one batch were: see `lpnet.fdg.staleness`.
+
+    Args:
+        batch: its id.
+        cosine: per module, of the gradient that landed and the fresh one; NaN for a module without parameters.
+        drift: per module, ||theta now - theta of the forward|| / ||theta now||; the forward's weights are predicted
+            ones where prediction is on.
+    """
+
+    batch: int
+    cosine: tuple[float, ...]
+    drift: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class StepReport:
     """What one tick did, seen from this rank (module 1 where all modules share a process).
 
@@ -19,6 +35,7 @@ class StepReport:
         wait_receive: of them, waiting for a message of a neighbour.
         wait_send: of them, waiting for room in a queue.
         stop: all modules stop here: some rank asked for it (`request_stop`).
+        measured: how stale the gradients of a batch were, at the tick at which it has landed everywhere.
     """
 
     tick: int
@@ -30,6 +47,7 @@ class StepReport:
     wait_receive: float
     wait_send: float
     stop: bool
+    measured: Staleness | None = None
 
     @property
     def busy(self) -> float:

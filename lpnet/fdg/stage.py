@@ -236,6 +236,34 @@ class Stage:
         """Throw-away buffers: running statistics have moved in the first forward and must not move again."""
         return {name: buffer.clone() for name, buffer in self.chain.named_buffers()}
 
+    # measurements
+
+    def fresh_forward(self, batch: int, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Input, as a leaf, and output or loss with the current parameters; buffers and batches in flight stay."""
+        flight = Flight(batch, self._leaf(x), None, 0, None)
+        with torch.enable_grad():
+            return flight.x, self._run(flight, y, self._buffers())
+
+    def fresh_backward(
+        self, leaf: Tensor, out: Tensor, gradient: Tensor | None
+    ) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """Gradients with respect to the input and the parameters, which go nowhere else.
+
+        Args:
+            leaf: input.
+            out: output with its graph.
+            gradient: of the loss with respect to it; None: it is the loss.
+        """
+        parameters = self.trainable()
+        wanted = [*parameters.values(), *([leaf] if leaf.requires_grad else [])]
+        if not wanted or not out.requires_grad:
+            return (None if self.is_first else torch.zeros_like(leaf)), {}
+        found = list(torch.autograd.grad(out, wanted, gradient, allow_unused=True))
+        back = found.pop() if leaf.requires_grad else None
+        if back is None and not self.is_first:
+            back = torch.zeros_like(leaf)
+        return back, {name: g for name, g in zip(parameters, found, strict=True) if g is not None}
+
     # checkpoints and diagnosis
 
     def restore(self, batch: int, x: Tensor, version: int, weights: dict[str, Tensor] | None) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from lpnet.fdg.gauge import Gauge
 from lpnet.fdg.mailbox import Mailbox, Stream
 from lpnet.fdg.member import Member, Need, Work
 from lpnet.fdg.message import NO_NEWS, Message, dense, digest, expect
@@ -69,6 +70,7 @@ class Worker(Member):
         self.schedule = schedule
         self.inputs: dict[int, Tensor] = {}
         self.landing: Landing | None = None
+        self.gauges: dict[int, Gauge] = {}  # of batches whose staleness is measured
         self._shrink = shrink
         self._taken: set[str] = set()
         self._posted: set[str] = set()
@@ -169,6 +171,8 @@ class Worker(Member):
         assert x is not None
         y = self.labels.pop(batch, None)
         predicted = self.update.predict(number) if self.news.failure is None else None
+        if batch in self.gauges:
+            self.gauges[batch].forward(self.update.parameters if predicted is None else predicted)
         span = trace.begin()
         out = self.stage.forward(batch, x, y, version=self.update.version, predicted=predicted)
         trace.end(span, "forward", module=self.module, batch=batch)
@@ -190,6 +194,8 @@ class Worker(Member):
         span = trace.begin()
         back, gradients = self.backward(batch, gradient)
         trace.end(span, "backward", module=self.module, batch=batch)
+        if batch in self.gauges:
+            self.gauges.pop(batch).land(gradients)
         loss = self.check_gradients(batch, gradients, loss)
         if self.is_last:
             self._decide()

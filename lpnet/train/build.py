@@ -32,6 +32,8 @@ def check(config: Config, ranks: int) -> None:
     method, model = config.method, config.model.name
     if is_decoupled(config):
         check_optimiser(config.optim)
+    if method == "pipeline" and config.fdg.staleness_every:
+        raise ConfigError("fdg.staleness_every measures stale gradients, and method pipeline has none; leave it out")
     if method == "serial" and ranks > 1:
         raise UsageError(
             f"method serial runs on one rank, and there are {ranks}; use --method mgrit --mgrit.levels 1 for exact "

@@ -20,6 +20,7 @@ from lpnet.errors import ConfigError
 from lpnet.fdg.compensation import Compensation
 from lpnet.fdg.decoupled import FDG
 from lpnet.fdg.pipeline import Pipeline
+from lpnet.fdg.times import ModuleTime
 from lpnet.mgrit.network import network_for
 from lpnet.mgrit.serial import SerialNetwork
 from lpnet.nn.models import resnet, resnet_cifar, resnet_mnist, wide_resnet
@@ -129,6 +130,7 @@ class DecoupledNet:
             backward=fdg.backward,
             compensation=Compensation() if alone else remedies,
             gradient_dtype=HALVES[fdg.gradient_dtype] if fdg.gradient_dtype else None,
+            staleness_every=0 if alone else fdg.staleness_every,
             **shared,  # type: ignore[arg-type]
         )
 
@@ -150,6 +152,10 @@ class DecoupledNet:
     def tell(self, error: BaseException) -> None:
         """Let the other modules fail with an error that this rank met outside a step. Neighbour messages only."""
         self.inner.fail(error, "samples")
+
+    def module_times(self) -> list[ModuleTime]:
+        """Seconds of every module at work and waiting, since this process began, on every rank. Collective."""
+        return list(self.inner.stopwatch.all())
 
     def describe(self) -> str:
         """The network and its cuts, in words. No communication."""
@@ -258,6 +264,7 @@ class DecoupledSteps:
             batch=report.batch,
             staleness=report.staleness,
             wait_seconds=report.wait_receive + report.wait_send,
+            measured=report.measured,
         )
 
     def finish(self) -> None:

@@ -29,6 +29,7 @@ from lpnet.parallel.shard import Shard
 
 if TYPE_CHECKING:
     from lpnet.data.samples import Samples
+    from lpnet.fdg.reports import Staleness
     from lpnet.mgrit.layer_parallel import LayerParallel
     from lpnet.mgrit.solver import SolveReport
 
@@ -52,6 +53,7 @@ class StepReport:
             where none has.
         staleness: decoupled modules: updates between that batch's forward and its update on this rank.
         wait_seconds: decoupled modules: time of the step that was waited.
+        measured: decoupled modules: how stale the gradients of a batch were, where it was measured and has landed.
     """
 
     objective: float | None
@@ -67,6 +69,7 @@ class StepReport:
     batch: int | None = None
     staleness: int | None = None
     wait_seconds: float | None = None
+    measured: Staleness | None = None
 
 
 class Strategy(Protocol):

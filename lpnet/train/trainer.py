@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from lpnet.config import Config
@@ -17,6 +17,7 @@ from lpnet.configfile import to_yaml
 from lpnet.data.batches import BatchOrder
 from lpnet.data.samples import load as load_data
 from lpnet.errors import EXIT_STOPPED, ConfigError, LpnetError, NumericsError, SaveError
+from lpnet.fdg.times import lines as time_lines
 from lpnet.io import environment, trace
 from lpnet.io import log as run_log
 from lpnet.io.metrics import MetricsWriter
@@ -24,6 +25,7 @@ from lpnet.io.plots import require_matplotlib
 from lpnet.nn.models import DTYPES
 from lpnet.parallel.comm import Comm
 from lpnet.train import build
+from lpnet.train.decoupled import DecoupledNet
 from lpnet.train.evaluation import Scores, evaluate, score
 from lpnet.train.feed import Feed
 from lpnet.train.pictures import draw
@@ -202,7 +204,7 @@ class Trainer:
                 self._save(last=True)
             self.saver.close()
             scores = None if stopped else self._score()
-            metrics.write(row(self.step, self.strategy.current, scores))
+            metrics.write(row(self.step, self.strategy.current, scores) | self._module_times())
         self.watchdog.stop()
         if scores is None:
             self._say("step %d: stopped early in %s, %.1f s", self.step, self.folder.path, comm.now() - began)
@@ -250,6 +252,15 @@ class Trainer:
         with trace.span("evaluate", step=self.step):
             return score(self.net, self.data, interrupted)
 
+    def _module_times(self) -> dict[str, Any]:
+        """Decoupled modules: for the last row, and said, how they spent their time. Collective over comm."""
+        if not isinstance(self.net, DecoupledNet):
+            return {}
+        times = self.net.module_times()
+        for line in time_lines(times):
+            self._say(line)
+        return {"modules": [asdict(time) for time in times]}
+
     def _save(self, *, last: bool = False) -> None:
         epoch, position = divmod(self.step, self.order.batches)
         attributes = {
@@ -284,7 +295,12 @@ def completed(new: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
 
 def decoupled_keys(report: StepReport) -> dict[str, Any]:
     """What only decoupled modules report: whose loss it is, how stale its gradient was, how long the step waited."""
-    return {"batch": report.batch, "staleness": report.staleness, "wait_seconds": report.wait_seconds}
+    keys = {"batch": report.batch, "staleness": report.staleness, "wait_seconds": report.wait_seconds}
+    found = report.measured
+    if found is None:
+        return keys
+    names = ("batch", "cosine", "drift")
+    return keys | {f"staleness_{name}": getattr(found, name) for name in names}
 
 
 def row(step: int, report: StepReport | None, scores: Scores | None) -> dict[str, Any]:
