@@ -62,6 +62,10 @@ lpnet_start() { # COMMAND...
     status=$?
     lpnet_child=''
     lpnet_say "exit code $status"
+    if ((status == 128 + 10)); then # SIGUSR1: it came before a rank listened, or the launcher
+        lpnet_say "ended by SIGUSR1 before it listened: taken for a stop"
+        status=75
+    fi
     return "$status"
 }
 
@@ -126,6 +130,7 @@ lpnet_requeue() { # FOLDER PROGRESS-BEFORE
     if [[ $(lpnet_progress "$out") != "$2" ]]; then
         rm -f "$idle"
     else
+        mkdir -p "$out" # a rank makes it, if it comes that far
         echo "${SLURM_JOB_ID:-}" >>"$idle"
         if (($(wc -l <"$idle") >= 3)); then
             lpnet_say "three starts without progress: not requeued; give the job more time, or lower run.stop_margin_s"

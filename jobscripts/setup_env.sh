@@ -26,6 +26,8 @@ die() {
     exit 1
 }
 
+[[ ! -L $venv ]] || die "$venv is a link to $(readlink "$venv"): this would make that environment anew; remove the link first"
+
 # One set-up at a time in a checkout; a file system without locks goes without.
 exec 9<"${BASH_SOURCE[0]}"
 if command -v flock >/dev/null; then flock 9 2>/dev/null || true; fi

@@ -42,11 +42,12 @@ _EMULATE_HELP = (
 
 @dataclass
 class _Job:
-    """This process among the ranks of the job; `abort` once MPI runs with several ranks."""
+    """This process among the ranks of the job, `abort` once MPI runs with several; whether it ends with the command."""
 
     launcher: launch.Launcher
     rank: int
     size: int
+    owns_process: bool = False
     abort: Callable[[int], Any] | None = None
 
     def start(self, parallel: ParallelConfig) -> Comm:
@@ -142,7 +143,7 @@ def _train(arguments: Sequence[str], job: _Job) -> int:
         comm.free()
         return code
     finally:
-        signals.restore()
+        signals.restore(at_exit=job.owns_process)
 
 
 def _eval(arguments: Sequence[str], job: _Job) -> int:
@@ -292,7 +293,7 @@ def _study(arguments: Sequence[str], job: _Job) -> int:
         if run_study(study, Path(options.out)) is None:
             return EXIT_STOPPED
     finally:
-        signals.restore()
+        signals.restore(at_exit=job.owns_process)
     print((Path(options.out) / "study.md").read_text(encoding="utf-8").rstrip())
     return 0
 
@@ -373,10 +374,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code; with several ranks, an error ends the job.
 
     Args:
-        arguments: the words after `lpnet`; None: those of this process.
+        arguments: the words after `lpnet`; None: those of this process, which then ends.
     """
     launcher = launch.detect()
-    job = _Job(launcher, launcher.rank, launcher.size)
+    job = _Job(launcher, launcher.rank, launcher.size, owns_process=arguments is None)
     try:
         code = _run(list(sys.argv[1:] if arguments is None else arguments), job)
         sys.stdout.flush()

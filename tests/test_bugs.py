@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -100,3 +101,50 @@ def test_a_damaged_line_in_the_metrics_does_not_keep_a_run_from_going_on(comm, s
     assert train(comm, MGRIT, out, "--resume", "auto") == 0
     if comm.rank == 0:
         assert [row["step"] for row in read(out / "metrics.jsonl")] == [0, 1, 2, 3, 4]
+
+
+def optimiser(name: str) -> list[str]:
+    return ["--optim.name", name, *([] if name == "lbfgs" else ["--optim.lr", "0.01"])]
+
+
+@pytest.mark.ranks(1, 3)
+@pytest.mark.parametrize("name", ["lbfgs", "adam", "sgd", "fdg"])
+def test_a_stop_before_the_first_step_ends_with_the_run_that_was_asked(comm, name, shared_tmp_path):
+    """L-BFGS went on from a starting point that it had not evaluated: the run was done, with exit code 0, at step 0."""
+    text, flags = (FDG, ["--fdg.cuts", "[3, 5]"]) if name == "fdg" else (MGRIT, optimiser(name))
+    if name == "fdg" and comm.size == 1:
+        flags += ["--fdg.modules", "3"]
+    flags += ["--run.eval_every", "4"]  # which is where a stop is heard first
+    whole, parts = shared_tmp_path / "whole", shared_tmp_path / "parts"
+    assert train(comm, text, whole, *flags) == 0
+    for _ in range(2):
+        if comm.rank == 0:
+            parts.mkdir(exist_ok=True)
+            (parts / "STOP").touch()
+        comm.barrier()
+        assert train(comm, text, parts, *flags, "--resume", "auto") == 75
+    assert train(comm, text, parts, *flags, "--resume", "auto") == 0
+    if comm.rank == 0:
+        last = (whole / "checkpoints" / "latest").read_text().strip()
+        assert int(last[5:13]) > 0 and differences(whole / "checkpoints" / last, parts / "checkpoints" / last) == []
+        assert [row["step"] for row in read(parts / "metrics.jsonl")] == list(range(int(last[5:13]) + 1))
+
+
+ENDS = """
+import atexit, os, signal, sys
+from lpnet import cli
+if sys.argv.pop(1) == "late":
+    atexit.register(os.kill, os.getpid(), signal.SIGUSR1)
+sys.exit(cli.main())
+"""
+
+
+@pytest.mark.parametrize("when", ["never", "late"])
+def test_a_signal_to_a_run_that_is_done_changes_nothing(when, tmp_path):
+    """SIGUSR1 between the last line and the end of the process ended it: exit code 138 for a run that was done."""
+    (tmp_path / "config.yaml").write_text(MGRIT)
+    words = [when, "train", "config.yaml", "--run.out", "out", "--run.steps", "1"]
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS, *words], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0 and "done in out" in done.stderr, done.stderr

@@ -118,6 +118,13 @@ def test_75_comes_back_unless_it_makes_no_progress(job: Any, tmp_path: Path) -> 
     assert asked(tmp_path) == "\n".join(["requeue 7"] * 6)
 
 
+def test_a_signal_that_came_before_anybody_listened(job: Any, tmp_path: Path) -> None:
+    for _ in range(2):
+        assert "before it listened: taken for a stop" in ends(job(*TRAIN, code=128 + signal.SIGUSR1), 75)
+    assert asked(tmp_path) == "requeue 7\nrequeue 7"
+    assert "three starts without progress" in ends(job(*TRAIN, code=128 + signal.SIGUSR1), 75)
+
+
 def test_hold_and_no_requeue(job: Any, tmp_path: Path) -> None:
     (tmp_path / "progress").touch()
     (tmp_path / "out").mkdir()

@@ -293,7 +293,9 @@ class LBFGS:
             g.copy_(read(Shard(f"{shard.name}/gradient", torch.empty_like(g), shard.rows, shard.layers)))
         values = read(Shard("lbfgs/scalars", torch.empty(self._scalars().size, dtype=torch.float64))).numpy()
         head, rest = values[:5], values[5:]
-        self.step_size, self.evaluation = float(head[0]), Evaluation(float(head[1]), float(head[2]))
+        self.step_size = float(head[0])
+        # nan: saved before the first iteration, by a run that was asked to stop at once; `start` is still to come
+        self.evaluation = None if np.isnan(head[1]) else Evaluation(float(head[1]), float(head[2]))
         self._gg, self._order = float(head[3]), list(range(int(head[4])))
         square = self._memory * self._memory
         self._sy, self._yy = np.zeros((slots, slots)), np.zeros((slots, slots))

@@ -32,11 +32,18 @@ def install() -> None:
             _before[number] = signal.signal(number, _note)
 
 
-def restore() -> None:
-    """Undo `install`, and forget what was noted. No communication."""
+def restore(*, at_exit: bool = False) -> None:
+    """Undo `install`, and forget what was noted. No communication.
+
+    Args:
+        at_exit: the process does nothing more but end. SIGUSR1 is then ignored: it would end the process by itself, and
+            with that the job of a run that is done.
+    """
     _received.clear()
     while _before:
         number, handler = _before.popitem()
+        if at_exit and number == signal.SIGUSR1:
+            handler = signal.SIG_IGN
         signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
 

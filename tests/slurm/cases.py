@@ -1,8 +1,8 @@
 """The job scripts in a real SLURM, started by tests/slurm/run.sh: jobs that end early come back and finish the same.
 
-All jobs are submitted at once and mostly sleep: `slow.py` is lpnet with a pause in every step. They are told to stop as
-soon as they have made a few steps; each test waits for its own job. What a resumed run must equal is an uninterrupted
-one under mpirun, without SLURM and without pauses.
+All jobs are submitted at once; each test waits for its own. `holds.py` is lpnet that waits in a step until it has been
+asked to stop, the first time that the job runs: a job can neither be done before, however fast the machine, nor need it
+have come that far, however slow. What a resumed run must equal is an uninterrupted one under mpirun, without SLURM.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lpnet.io.checkpoint import Checkpoint
 ROOT = Path(__file__).resolve().parents[2]
 JOBS = Path(os.environ.get("LPNET_SLURM_JOBS", ROOT / "runs"))
 PATIENCE_S = 400.0  # of a busy machine
-STEPS, LONG = 40, 180  # of 0.3 s and more
+STEPS = 40
 CONFIG = f"""
 seed: 3
 method: mgrit
@@ -46,17 +46,20 @@ base:
   optim: {{name: lbfgs, lr: 0.02}}
 grid: {{ranks: [1, 2], {size}, levels: 2, coarsening: 2}}
 """
-SLOW = f"""#!{ROOT}/.venv/bin/python
-import sys, time
+HELD = 12
+HOLDS = f"""#!{ROOT}/.venv/bin/python
+import os, sys, time
 from lpnet.parallel import signals
 signals.install()
 from lpnet import cli
 from lpnet.train.trainer import Trainer
 batch = Trainer._batch
-def pause(*arguments):
-    time.sleep(0.3)
-    return batch(*arguments)
-Trainer._batch = pause
+def hold(self, *arguments):
+    if self.step == {HELD} and self.comm.rank == 0 and os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
+        while not self.stopping.requested():
+            time.sleep(0.05)
+    return batch(self, *arguments)
+Trainer._batch = hold
 sys.exit(cli.main())
 """
 
@@ -92,18 +95,22 @@ class Job:
             assert time.monotonic() - began < PATIENCE_S, f"job {self.number} makes no steps:\n{self.text()}"
             time.sleep(0.1)
 
+    def wait_for(self, words: str) -> None:
+        """Wait until its output has these words."""
+        began = time.monotonic()
+        while words not in self.text():
+            assert time.monotonic() - began < PATIENCE_S, f"job {self.number} does not begin:\n{self.text()}"
+            time.sleep(0.05)
+
     def text(self) -> str:
         output = JOBS / f"{self.number}.out"
         return output.read_text() if output.exists() else "no output"
-
-    def starts(self) -> int:
-        return self.text().count(" 0/2 INFO] 1 thread(s) per rank")
 
 
 def submit(script: str, *words: Any, out: Path, flags: tuple[str, ...] = (), **variables: Any) -> Job:
     command = ["sbatch", "--parsable", "--ntasks=2", f"--output={JOBS}/%j.out", *flags]
     command += [str(ROOT / "jobscripts" / script), *map(str, words)]
-    environment = {**os.environ, "LPNET_COMMAND": str(JOBS / "slow.py"), **variables}
+    environment = {**os.environ, "LPNET_COMMAND": str(JOBS / "holds.py"), **variables}
     done = subprocess.run(command, env=environment, cwd=JOBS, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return Job(int(done.stdout.split(";")[0]), out)
@@ -111,11 +118,10 @@ def submit(script: str, *words: Any, out: Path, flags: tuple[str, ...] = (), **v
 
 @pytest.fixture(scope="module")
 def uninterrupted(mpirun: Callable[..., Any]) -> Path:
-    """A run of LONG steps, whose checkpoint of step STEPS is that of a run of STEPS steps."""
+    """The run that no job may differ from."""
     (JOBS / "config.yaml").write_text(CONFIG)
     out = JOBS / "whole"
-    flags = ["--run.steps", LONG, "--run.checkpoint_every", STEPS, "--run.keep", 20]
-    done = mpirun(2, "lpnet", "train", JOBS / "config.yaml", "--run.out", out, *flags)
+    done = mpirun(2, "lpnet", "train", JOBS / "config.yaml", "--run.out", out)
     assert done.returncode == 0, done.stderr
     return out
 
@@ -127,24 +133,24 @@ def jobs(uninterrupted: Path) -> dict[str, Job]:
     (JOBS / "flags.txt").write_text("--seed 3\n--seed 4 --optim.lr 0.03\n")
     for kind, size in (("strong", "layers: 8"), ("weak", "layers_per_rank: 4")):
         (JOBS / f"{kind}.yaml").write_text(STUDY.format(kind=kind, size=size))
-    (JOBS / "slow.py").write_text(SLOW)
-    (JOBS / "slow.py").chmod(0o755)
+    (JOBS / "holds.py").write_text(HOLDS)
+    (JOBS / "holds.py").chmod(0o755)
 
     def train(name: str, *words: Any, script: str = "train.sbatch", **more: Any) -> Job:
         out = JOBS / name
         return submit(script, "config.yaml", "--run.out", out, *words, out=out, **more)
 
-    long = ("--run.steps", LONG)
     fast = {"LPNET_COMMAND": str(ROOT / ".venv" / "bin" / "lpnet")}
     shared: dict[str, Any] = {"flags": ("--exclusive=user", "--nodes=1", "--ntasks-per-node=2"), **fast}
     study = ("config.yaml", "flags.txt", JOBS / "study")
     found = {
-        "limit": train("limit", *long, flags=("--time=1", "--signal=B:USR1@10")),
-        "end": train("end", *long, "--run.stop_margin_s", 20, flags=("--time=1", "--signal=B:CONT@1")),
+        "limit": train("limit", flags=("--time=2", "--signal=B:USR1@10")),  # which SLURM sends up to 60 s before
+        "end": train("end", "--run.stop_margin_s", 60, flags=("--time=2", "--signal=B:CONT@1")),
         "usr1": train("usr1"),
         "stop": train("stop"),
         "hold": train("hold"),
-        "term": train("term", *long),
+        "term": train("term"),
+        "early": train("early"),
         "preempted": train("preempted", script="preemptible.sbatch"),
         "srun": train("srun", script="train_srun.sbatch"),
         "broken": submit("train.sbatch", "broken.yaml", out=JOBS / "broken"),
@@ -152,31 +158,34 @@ def jobs(uninterrupted: Path) -> dict[str, Job]:
         "strong": submit("strong_scaling.sbatch", "strong.yaml", JOBS / "strong", out=JOBS / "strong", **shared),
         "weak": submit("weak_scaling.sbatch", "weak.yaml", JOBS / "weak", out=JOBS / "weak", **shared),
     }
+    found["early"].wait_for("mpirun -n 2")
+    subprocess.run(["scancel", "-b", "--signal=USR1", str(found["early"].number)], check=True)
     for name, flags in {
         "usr1": ("-b", "--signal=USR1"),
         "srun": ("--signal=USR1",),
         "term": ("-b", "--signal=TERM"),
         "preempted": ("-b", "--signal=TERM"),
     }.items():
-        found[name].wait_for_step(12)
+        found[name].wait_for_step(HELD - 1)
         subprocess.run(["scancel", *flags, str(found[name].number)], check=True)
     for name, text in {"stop": "", "hold": "hold\n"}.items():
-        found[name].wait_for_step(12)
+        found[name].wait_for_step(HELD - 1)
         (found[name].out / "STOP").write_text(text)
     return found
 
 
-def assert_finished(job: Job, uninterrupted: Path, steps: int = STEPS, *, restarts: int = 1) -> None:
+def assert_finished(job: Job, uninterrupted: Path) -> None:
     """The job has come back and its parameters are those of the uninterrupted run."""
     found = job.wait("COMPLETED")
     assert found["ExitCode"] == "0:0"
-    assert int(found["Restarts"]) >= restarts and job.starts() >= restarts + 1, job.text()
-    name = f"checkpoints/step-{steps:08d}.h5"
+    assert int(found["Restarts"]) >= 1 and job.text().count(": mpirun -n 2 ") + job.text().count(": srun ") >= 2
+    name = f"checkpoints/step-{STEPS:08d}.h5"
+    assert (job.out / name).exists(), job.text()
     with Checkpoint.open(job.out / name) as mine, Checkpoint.open(uninterrupted / name) as whole:
         assert sorted(mine.names()) == sorted(whole.names())
         assert not [name for name in mine.names() if not torch.equal(mine.read(name), whole.read(name))]
     steps_seen = [json.loads(line)["step"] for line in (job.out / "metrics.jsonl").read_text().splitlines()]
-    assert steps_seen == list(range(steps + 1))
+    assert steps_seen == list(range(STEPS + 1))
 
 
 def test_signal_of_a_user_to_the_script(jobs: dict[str, Job], uninterrupted: Path) -> None:
@@ -184,6 +193,12 @@ def test_signal_of_a_user_to_the_script(jobs: dict[str, Job], uninterrupted: Pat
     assert_finished(job, uninterrupted)
     assert "received SIGUSR1, asks lpnet to stop" in job.text()
     assert "will stop with a checkpoint: SIGUSR1" in job.text() and f"scontrol requeue {job.number}" in job.text()
+
+
+def test_signal_before_the_first_step(jobs: dict[str, Job], uninterrupted: Path) -> None:
+    job = jobs["early"]
+    assert_finished(job, uninterrupted)
+    assert "received SIGUSR1, asks lpnet to stop" in job.text()
 
 
 def test_signal_of_a_user_to_the_ranks_under_srun(jobs: dict[str, Job], uninterrupted: Path) -> None:
@@ -272,11 +287,11 @@ def test_environment_of_a_job(jobs: dict[str, Job], uninterrupted: Path) -> None
 
 def test_end_of_the_time_without_a_signal(jobs: dict[str, Job], uninterrupted: Path) -> None:
     job = jobs["end"]
-    assert_finished(job, uninterrupted, LONG)
+    assert_finished(job, uninterrupted)
     assert "are left of the job's time, and" in job.text() and "received SIG" not in job.text()
 
 
 def test_signal_before_the_limit(jobs: dict[str, Job], uninterrupted: Path) -> None:
     job = jobs["limit"]
-    assert_finished(job, uninterrupted, LONG)
+    assert_finished(job, uninterrupted)
     assert "received SIGUSR1, asks lpnet to stop" in job.text()
