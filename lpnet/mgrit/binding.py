@@ -9,7 +9,7 @@ only.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -66,6 +66,11 @@ class Problem:
     def local_c_points(self) -> list[int]:
         """C-points of level 0 on this rank, without the start."""
         return [p for p in self.cycle.levels[0].c_points if p != self.cycle.hierarchy.start]
+
+    @cached_property
+    def local_runs(self) -> list[list[int]]:
+        """`local_c_points` by the runs that lie in a row."""
+        return self.runs(self.local_c_points())
 
     def view(self, points: Sequence[int]) -> Tensor:
         """States of some points, one or several at equal distances."""
@@ -145,7 +150,7 @@ class Problem:
         ops: list[Op] = []
         scratch = self.workspace.rows(len(self.local_c_points()))
         at = 0
-        for run in self.runs(self.local_c_points()):
+        for run in self.local_runs:
             new, state = self._new(1, run), self.view(run)
             out = self.workspace.fitted(scratch[at : at + len(run)] if len(run) > 1 else scratch[at], run[0])
             ops.append(partial(torch.sub, new, state, out=out))

@@ -164,7 +164,7 @@ class Propagator:
         if solver.levels == 1 or start == "coarse":
             return
         problem = solver.problem
-        runs = problem.runs(problem.local_c_points())
+        runs = problem.local_runs
         if start == "given":
             assert kept is not None
             for rows, run in _rows(runs):
@@ -210,10 +210,9 @@ class Propagator:
     def kept(self, solver: Solver, into: Kept | None = None) -> Kept:
         """The C-point states of a solver's latest solve, copied into `into` where it fits. No communication."""
         problem = solver.problem
-        points = problem.local_c_points()
         if into is None or into.states.shape[1:] != self.workspace.rows(0).shape[1:]:
-            into = Kept(self.workspace.rows(len(points)))
-        for rows, run in _rows(problem.runs(points)):
+            into = Kept(self.workspace.rows(sum(map(len, problem.local_runs))))
+        for rows, run in _rows(problem.local_runs):
             self.workspace.fitted(into.states[rows], run[0]).copy_(problem.view(run))
         return into
 

@@ -6,7 +6,9 @@ No communication.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -66,7 +68,12 @@ class Context:
 
 def takes(module: torch.nn.Module, name: str) -> bool:
     """Whether a module's forward has a parameter of this name."""
-    return name in inspect.signature(module.forward).parameters
+    return name in _names(getattr(module.forward, "__func__", module.forward))
+
+
+@cache
+def _names(function: Callable[..., object]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
 
 
 def call(module: torch.nn.Module, value: Any, side: Any) -> Any:
