@@ -27,13 +27,15 @@ class Flat(torch.nn.Module):
 
 def gradients(kind, activation, comm=None, dtype=torch.float64, **mgrit):
     """Loss and gradients after two warm steps of fixed iterations."""
-    make, shape = STEPS[kind]
+    make, shape = STEPS[kind] if isinstance(kind, str) else kind
     x = torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(dtype)
     y = torch.arange(shape[0]) % 3
     torch.manual_seed(1)
-    opening = lpnet.nn.ZeroExpand(2, 6) if kind == "dense" else lpnet.nn.Replicate(4)
-    closing = Flat(6 if kind == "dense" else 4 * 36)
-    stack = lpnet.LayerStack(make(activation), num_layers=24, final_time=3.0, comm=comm, seed=4, dtype=dtype)
+    step = make(activation)
+    dense = isinstance(step, lpnet.nn.DenseStep)
+    opening = lpnet.nn.ZeroExpand(2, 6) if dense else lpnet.nn.Replicate(step.channels)
+    closing = Flat(6 if dense else step.channels * 36)
+    stack = lpnet.LayerStack(step, num_layers=24, final_time=3.0, comm=comm, seed=4, dtype=dtype)
     settings = {"levels": 3, "coarsening": [4, 2], "forward_iterations": 2, "adjoint_iterations": 1} | mgrit
     net = lpnet.LayerParallel(stack, opening=opening, closing=closing, mgrit=lpnet.MGRIT(**settings))
     for _ in range(3):
@@ -108,3 +110,18 @@ def test_one_forward_and_backward_call_few_kernels():
         solver = net._latest.forward_solver
         counts.append(max(len(p.ops) for (name, *_), p in solver._programs.items() if name == "refresh"))
     assert counts[0] == counts[1] <= 8 * 4 + 4
+
+
+@pytest.mark.parametrize("bias", ["channel", "image"])
+@pytest.mark.parametrize(("channels", "batching"), [(1, "off"), (2, "off"), (4, "on"), (8, "off")])
+def test_parts_of_a_batch_side_by_side_equal_the_batch(channels, batching, bias, monkeypatch):
+    def make(activation):
+        return lpnet.nn.ConvStep(channels=channels, activation=activation, bias=bias, size=(6, 6))
+
+    assert make("tanh").fold(8) == max(2, 8 // channels) and make("tanh").fold(7) == 1
+    assert lpnet.nn.ConvStep(channels=16).fold(8) == lpnet.nn.ConvStep(channels=4, groups=2).fold(8) == 1
+    folded = gradients((make, (8, 1, 6, 6)), "tanh", batching=batching)
+    with monkeypatch.context() as patch:
+        patch.setattr(lpnet.nn.ConvStep, "fold", lambda self, batch: 1)
+        plain = gradients((make, (8, 1, 6, 6)), "tanh", batching=batching)
+    assert_same(folded, plain, 1e-12)
