@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lpnet.nn.network import Network
     from lpnet.nn.stack import LayerStack
     from lpnet.parallel.emulator import emulate
+    from lpnet.parallel.grid import Grid
     from lpnet.parallel.interconnect import NetworkModel
     from lpnet.train.saving import load, save
 
@@ -29,6 +30,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "FDG": "lpnet.fdg.decoupled",
     "Pipeline": "lpnet.fdg.pipeline",
+    "Grid": "lpnet.parallel.grid",
     "MGRIT": "lpnet.config",
     "LayerParallel": "lpnet.mgrit.layer_parallel",
     "LayerStack": "lpnet.nn.stack",
@@ -47,6 +49,7 @@ _MODULES = {"models": "lpnet.nn.models", "nn": "lpnet.nn"}
 __all__ = [
     "FDG",
     "MGRIT",
+    "Grid",
     "LayerParallel",
     "LayerStack",
     "LpnetError",

@@ -237,20 +237,28 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Ranks and threads.
+    """Ranks and threads: data replicas x modules x ranks that share the layers.
 
     Args:
+        replicas: data replicas, each of which is given its part of every batch; gradients are averaged.
+        modules: modules of a replica that train decoupled (method fdg or pipeline): K; null: fdg.modules. Given here, a
+            module of a stack of layers is a layer-parallel network that `layers` ranks share.
+        layers: ranks that share the layers of a replica, or of a module; auto: as many as there are.
         partition: uniform: equally many layers per rank; by_cost: by measured cost; or a list of layers per rank.
         threads: threads per rank; null: cores of the affinity mask shared by the ranks on it (OMP_NUM_THREADS wins).
         malloc: raise glibc's malloc thresholds at launch.
     """
 
+    replicas: int = 1
+    modules: int | None = None
+    layers: int | Literal["auto"] = "auto"
     partition: Literal["uniform", "by_cost"] | list[int] = "uniform"
     threads: int | None = None
     malloc: bool = False
 
     def __post_init__(self) -> None:
-        positive("parallel", threads=self.threads)
+        positive("parallel", threads=self.threads, replicas=self.replicas, modules=self.modules)
+        positive("parallel", layers=None if self.layers == "auto" else self.layers)
 
 
 @dataclass(frozen=True)

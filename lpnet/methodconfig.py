@@ -54,6 +54,11 @@ class MGRIT:
         storage: all points | c_points (recompute the F-points in the adjoint; memory for time).
         batching: relax the j-th layers of all of a rank's intervals in one call: on | off | auto (measured once at
             the start, for all ranks, and kept: the resolved configuration lists on or off per level).
+        spatial: coarse levels evaluate the layers on smaller states: none | average (means of blocks, constant blocks
+            back) | bilinear | user (LayerParallel's transfer=). For images (batch, channels, height, width), and layers
+            that take any size.
+        spatial_factor: of height and width of the states on level 1, 2, ...; one number for all of them or one per
+            level from level 1 on (the last holds for deeper ones); 1: full states.
         adjoint: settings of the adjoint direction that differ, by name (levels, coarsening, relaxation, c_weight,
             cycle, tolerance, relative_tolerance, max_iterations, initial_guess).
     """
@@ -74,6 +79,8 @@ class MGRIT:
     buffer_layers: int = 0
     storage: Literal["all", "c_points"] = "all"
     batching: Literal["auto", "on", "off"] | list[Literal["on", "off"]] = "off"
+    spatial: Literal["none", "average", "bilinear", "user"] = "none"
+    spatial_factor: int | list[int] = 2
     adjoint: dict[str, int | float | str | list[int] | list[float] | list[str] | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -100,6 +107,8 @@ class MGRIT:
             )
         for w in self.c_weight if isinstance(self.c_weight, list) else [self.c_weight]:
             require(0 < w <= 2, f"mgrit.c_weight is {w}; it must lie in (0, 2]")
+        for factor in self.spatial_factor if isinstance(self.spatial_factor, list) else [self.spatial_factor]:
+            require(factor >= 1, f"mgrit.spatial_factor is {factor}; it must be 1 or more")
         allowed = {
             "levels",
             "coarsening",
@@ -124,6 +133,14 @@ class MGRIT:
                 self.storage == "all" or self.adjoint.get(key, own) == own,
                 f"mgrit.storage c_points needs the same {key} in both directions; drop mgrit.adjoint.{key}",
             )
+
+    @property
+    def spatial_factors(self) -> tuple[int, ...]:
+        """The factor of every level; 1 on level 0. Maps of a user count as factor 2."""
+        given = self.spatial_factor if isinstance(self.spatial_factor, list) else [self.spatial_factor]
+        if self.spatial in ("none", "user") or not given:
+            return (1, *([2 if self.spatial == "user" else 1] * (self.levels - 1)))
+        return (1, *(given[min(level, len(given) - 1)] for level in range(self.levels - 1)))
 
     def for_adjoint(self) -> MGRIT:
         """The settings with `adjoint` applied."""

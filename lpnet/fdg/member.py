@@ -19,9 +19,9 @@ from lpnet.fdg.chain import is_finite
 from lpnet.fdg.mailbox import Mailbox, Stream
 from lpnet.fdg.message import KINDS, Failure, Message, News, expect
 from lpnet.fdg.place import Place
-from lpnet.fdg.replicas import GradientMean, sum_over
 from lpnet.fdg.stage import Stage
 from lpnet.fdg.update import Update
+from lpnet.parallel.replicas import GradientMean, sum_over
 from lpnet.parallel.shard import Shard
 
 
@@ -202,7 +202,8 @@ class Member:
         for unit_name, unit in self.stage.chain.named_children():
             own: Callable[[], list[Shard]] | None = getattr(unit, "shards", None)
             if own is not None:  # shared by several ranks
-                out += [replace(shard, name=f"{unit_name}.{shard.name}") for shard in own()]
+                whole = getattr(unit, "global_names", False)
+                out += own() if whole else [replace(shard, name=f"{unit_name}.{shard.name}") for shard in own()]
                 continue
             kept = unit.state_dict()
             named = {**dict(unit.named_parameters()), **dict(unit.named_buffers())}

@@ -20,6 +20,7 @@ from lpnet.mgrit.cycle import Action, Cycle
 from lpnet.mgrit.hierarchy import per_level
 from lpnet.mgrit.slots import Slots, index_of
 from lpnet.nn.kernels import Op, uses_numpy
+from lpnet.nn.spatial import SpatialWorkspace
 from lpnet.nn.steps import Index, Workspace
 from lpnet.parallel.comm import Comm
 
@@ -30,7 +31,16 @@ HALO = 250
 class Problem:
     """What both directions share: coarse arrays, C-relaxation, residuals, messages."""
 
-    def __init__(self, workspace: Workspace, cycle: Cycle, slots: Slots, comm: Comm, h: float) -> None:
+    def __init__(
+        self,
+        workspace: Workspace,
+        cycle: Cycle,
+        slots: Slots,
+        comm: Comm,
+        h: float,
+        spaces: Sequence[SpatialWorkspace | None] = (),
+    ) -> None:
+        self._spaces = spaces
         self.workspace, self.cycle, self.slots, self.comm, self.h = workspace, cycle, slots, comm, h
         self.low, self.high = cycle.partition.block(comm.rank)
         self.adjoint = cycle.hierarchy.adjoint
@@ -50,6 +60,11 @@ class Problem:
         self._tag = ADJOINT_TAG if self.adjoint else FORWARD_TAG
 
     # places
+
+    def layers_of(self, level: int) -> Workspace | SpatialWorkspace:
+        """What evaluates the layers on a level: on full or on restricted states."""
+        space = self._spaces[level] if level < len(self._spaces) else None
+        return self.workspace if space is None else space
 
     def _border(self, point: int) -> Tensor:
         """A buffer for the state of a point."""
@@ -126,6 +141,19 @@ class Problem:
         return minus, self._new(level, targets) if local else None
 
     # actions
+
+    def _places(self, layers: Sequence[int]) -> tuple[Index, Index, Index]:
+        """Layers, and the slots of their states and values."""
+        return (
+            index_of([b - self.low for b in layers]),
+            index_of([self.slots.state[b] for b in layers]),
+            index_of([self.slots.layer[b] for b in layers]),
+        )
+
+    def _evaluate(self, action: Action) -> list[Op]:
+        assert action.edges is not None
+        layer, u, z = self._places(action.edges.layers)
+        return self.layers_of(action.level).evaluate(layer, u, z)
 
     def bind(self, actions: Sequence[Action]) -> list[Op]:
         """Closures for a list of actions; no communication, the closures talk."""

@@ -16,7 +16,7 @@ from the same C-point share it. No communication.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -89,6 +89,10 @@ class Cycle:
         ]
         self.coarsest = len(self.levels) - 1
         self.low = self.partition.block(self.rank)[0]
+        # levels with states of the same size share evaluations; 0: full states
+        sizes = self.mgrit.spatial_factors
+        kinds = sorted(set(sizes))
+        self.spaces = [kinds.index(sizes[min(level, len(sizes) - 1)]) for level in range(len(self.levels))]
 
     # programs
 
@@ -146,7 +150,7 @@ class Cycle:
     def c_relax(self, level: int) -> None:
         """C-points take the value that the sweep before brought to them."""
         self._add("c_relax", level)
-        self.fresh.difference_update(p for p in self.levels[level].c_points if p != self.hierarchy.start)
+        self._stale(p for p in self.levels[level].c_points if p != self.hierarchy.start)
 
     def fas_residual(self, level: int) -> None:
         """K of the next level: its step from the present values."""
@@ -160,7 +164,9 @@ class Cycle:
         if self.hierarchy.adjoint and coarse.right is not None and coarse.segments:
             self._add("halo_wait", level + 1)
             last = coarse.segments[-1]
-            self._add("fas", level + 1, Edges(last.layers[-1], last.spans[-1]))
+            edges = Edges(last.layers[-1], last.spans[-1])
+            self._evaluate(level + 1, edges)
+            self._add("fas", level + 1, edges)
 
     def f_relax(
         self,
@@ -206,7 +212,7 @@ class Cycle:
             self._add("wait", level)
             self._add("land", level, sink="next" if first_is_c else "point", plain=plain)
             if not first_is_c:
-                self.fresh.discard(part.points[0])
+                self._stale(part.points[:1])
         if (
             part.segments
             and not part.segments[0].below_is_c
@@ -262,19 +268,29 @@ class Cycle:
                 upper = min(head.above, layer + self.block - (layer - self.low) % self.block)
                 self._add("gradient", 0, Edges(layer, 1, upper - layer))
             if not ends_in_c and not leaves and not self.hierarchy.adjoint:
-                self.fresh.difference_update(layer + span + i * stride for i in range(count))
+                self._stale(layer + span + i * stride for i in range(count))
 
     def _is_remote(self, level: int, segment: Segment) -> bool:
         return self.levels[level].next_point == segment.above
 
     def _evaluate(self, level: int, edges: Edges) -> None:
-        """Forward: F of the edges' lower points where it is not up to date."""
-        if self.hierarchy.adjoint:
+        """F of the edges' lower points where it is not up to date; in the adjoint on restricted states only."""
+        space = self.spaces[level]
+        if self.hierarchy.adjoint and space == 0:
             return
-        layers = edges.layers
-        if not self.fresh.issuperset(layers):
+        keys = [self._key(layer, space) for layer in edges.layers]
+        if not self.fresh.issuperset(keys):
             self._add("evaluate", level, edges)
-            self.fresh.update(layers)
+            self.fresh.update(keys)
+
+    def _key(self, layer: int, space: int) -> int:
+        return layer + space * (self.hierarchy.layers + 1)
+
+    def _stale(self, points: Iterable[int]) -> None:
+        """States have changed: no evaluation of them is up to date. The adjoint changes none."""
+        if not self.hierarchy.adjoint:
+            spaces = range(max(self.spaces) + 1)
+            self.fresh.difference_update(self._key(point, space) for point in points for space in spaces)
 
     def _halo(self, level: int, part: LocalLevel) -> None:
         """Adjoint: the first point's value goes to the left rank, whose last coarse edge starts from it."""

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lpnet.config import MGRIT
 from lpnet.errors import UsageError
+from lpnet.mgrit.averaging import Replicated
 from lpnet.mgrit.batching import as_setting, fixed_choice, measure
 from lpnet.mgrit.direct import DirectSolves
 from lpnet.mgrit.flight import Everywhere, Flight, Propagate
@@ -30,12 +31,14 @@ from lpnet.nn import dropout, parts
 from lpnet.nn.context import Context, MaskKey, call, prepared, signature
 from lpnet.nn.module_step import ModuleStep
 from lpnet.nn.network import Network
+from lpnet.nn.spatial import Transfer, rehearse, transfers
 from lpnet.nn.stack import LayerStack
 from lpnet.parallel.comm import Comm
+from lpnet.parallel.grid import Grid
 from lpnet.parallel.shard import Shard
 
 
-class LayerParallel(DirectSolves, torch.nn.Module):
+class LayerParallel(DirectSolves, Replicated, torch.nn.Module):
     """opening -> stack -> closing, trained in parallel across its layers.
 
     Every rank gives the same batch x and gets the logits; parameters() are this rank's own, for any torch optimiser.
@@ -47,6 +50,12 @@ class LayerParallel(DirectSolves, torch.nn.Module):
         closing: state to logits; kept on the last rank only.
         mgrit: settings; fixed iterations need a warm start: `net(x, batch=id)`, the same samples under the same id.
             A start without kept states iterates to the tolerance instead.
+        grid: data replicas, where there are any: the stack is made with comm=grid.layers, every replica gives its
+            part of the batch (`grid.part`), and the backward averages the gradients over the replicas.
+        transfer: restriction and prolongation of states for coarse levels, with MGRIT(spatial="user").
+
+    Raises:
+        UsageError: on every rank: parts that do not fit.
     """
 
     def __init__(
@@ -57,6 +66,8 @@ class LayerParallel(DirectSolves, torch.nn.Module):
         closing: torch.nn.Module | None = None,
         mgrit: MGRIT | None = None,
         network: Network | None = None,
+        grid: Grid | None = None,
+        transfer: Transfer | None = None,
     ) -> None:
         super().__init__()
         stack = network if stack is None else stack
@@ -71,6 +82,7 @@ class LayerParallel(DirectSolves, torch.nn.Module):
         self.stack = stack
         self.mgrit = mgrit or MGRIT()
         several = isinstance(stack, Network)
+        self.transfers = transfers(self.mgrit, transfer, None if several else cast(LayerStack, stack).step)
         if several and self.mgrit.levels > 1:
             self._check_several()
         self.is_first, self.is_last = stack.low == 0, stack.high == stack.num_layers
@@ -79,6 +91,9 @@ class LayerParallel(DirectSolves, torch.nn.Module):
         self.hierarchy = build(stack.num_layers, self.mgrit, barriers=stack.barriers)
         # None until it is measured; intervals of different stacks do not lie side by side
         self.batched = (False,) if several else fixed_choice(self.mgrit)
+        self.grid = self._checked(grid or Grid(stack.comm), stack.comm.size)
+        self._mean = None
+        self._join_replicas()
         self._anchor = torch.zeros((), dtype=stack.dtype, requires_grad=True)
         self._pools: dict[tuple[parts.StateShape, bool, bool], list[Propagator]] = {}
         self._shapes: dict[Any, parts.StateShape] = {}
@@ -99,7 +114,7 @@ class LayerParallel(DirectSolves, torch.nn.Module):
 
     @property
     def comm(self) -> Comm:
-        """The ranks of the stack."""
+        """The ranks of the stack: of one replica, where there are several."""
         return self.stack.comm
 
     @property
@@ -145,6 +160,7 @@ class LayerParallel(DirectSolves, torch.nn.Module):
         Neighbour messages only, in the backward too, which every rank must run. A cold start to a tolerance reduces.
         """
         self._check_batch(batch, tuple(x.shape))
+        self._follow_parameters()
         context = self._context(side, graphs=True)
         u0, shape = self._enter(x, context)
         propagator = self._take(shape)
@@ -177,9 +193,14 @@ class LayerParallel(DirectSolves, torch.nn.Module):
             return None if u0 is None else parts.join(u0), self._shapes[key]
         u0 = self.comm.together(lambda: self._open(x, context))
         shape = self.comm.broadcast_object(None if u0 is None else parts.shape_of(u0))
-        self.comm.together(lambda: self.stack.rehearse(shape, context))
+        self.comm.together(lambda: self._rehearse(shape, context))
         self._shapes[key] = shape
         return None if u0 is None else parts.join(u0), shape
+
+    def _rehearse(self, shape: parts.StateShape, context: Context) -> None:
+        self.stack.rehearse(shape, context)
+        if self.transfers:
+            rehearse(self.transfers, shape, self.stack, context)
 
     def _open(self, x: Tensor, context: Context) -> Any:
         if x.dim() < 1 or x.shape[0] < 1:
@@ -220,7 +241,8 @@ class LayerParallel(DirectSolves, torch.nn.Module):
             made = Propagator(self.stack, build(self.stack.num_layers, one), one, shape, keep=False)
         else:
             batched = self.choose_batching(shape)
-            made = Propagator(self.stack, self.hierarchy, self.mgrit, shape, batched=batched, show=show)
+            more: Any = {"batched": batched, "show": show, "grid": self.grid, "transfers": self.transfers}
+            made = Propagator(self.stack, self.hierarchy, self.mgrit, shape, **more)
         pool.append(made)
         return made
 
@@ -247,7 +269,7 @@ class LayerParallel(DirectSolves, torch.nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has the parameters and settings, not the states in memory."""
-        return {**super().__getstate__(), "_pools": {}, "_kept": {}, "_latest": None}  # type: ignore[dict-item]
+        return {**super().__getstate__(), "_pools": {}, "_kept": {}, "_latest": None, "_mean": None}  # type: ignore[dict-item]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Moving or converting the parameters makes all states anew."""
@@ -258,6 +280,7 @@ class LayerParallel(DirectSolves, torch.nn.Module):
         self._pools.clear()
         self._kept.clear()
         self._latest = None
+        self._join_replicas()
         return result
 
     # how a solve starts and what it leaves
@@ -312,12 +335,17 @@ class LayerParallel(DirectSolves, torch.nn.Module):
     def solve_reports(
         self, summed: np.ndarray, batch_size: int | None = None
     ) -> tuple[SolveReport | None, SolveReport | None]:
-        """Reports of the latest forward and adjoint solve, from summed `residual_squares`. No communication."""
+        """Reports of the latest forward and adjoint solve, from summed `residual_squares`. No communication.
+
+        Args:
+            summed: over net.comm, or over net.world where there are data replicas.
+            batch_size: samples of the joined batch, where there are data replicas.
+        """
         reports: list[SolveReport | None] = []
         at = 0
         for solver in self._latest_solvers():
             size = solver.pending().size
-            reports.append(solver.report(summed[at : at + size]))
+            reports.append(solver.report(summed[at : at + size], batch_size if self.grid.replicas > 1 else None))
             at += size
         return (*reports, None, None)[0], (*reports, None, None)[1]
 

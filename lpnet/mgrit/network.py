@@ -14,6 +14,7 @@ from lpnet.errors import DataError
 from lpnet.mgrit.layer_parallel import LayerParallel
 from lpnet.mgrit.plan import partition_of
 from lpnet.nn.models import network_parts
+from lpnet.parallel.grid import Grid
 
 if TYPE_CHECKING:
     from lpnet.data.samples import Data
@@ -23,7 +24,7 @@ def build_network(config: Config, data: Data, comm: Any = None) -> LayerParallel
     """The network that a configuration describes, for the features and classes of its data. Collective over comm.
 
     Raises:
-        UsageError: more ranks than layers, a width that does not fit.
+        UsageError: more ranks than layers, a grid that does not fit the ranks, a width that does not fit.
         DataError: initial parameters that are missing or have another shape.
     """
     return network_for(config, data.train.shape, data.classes, comm)
@@ -31,12 +32,14 @@ def build_network(config: Config, data: Data, comm: Any = None) -> LayerParallel
 
 def network_for(config: Config, shape: Sequence[int], classes: int, comm: Any = None) -> LayerParallel:
     """The same for samples of a shape and a number of classes. Collective over comm."""
-    partition = partition_of(config, 1 if comm is None else comm.size)
+    parallel = config.parallel
+    grid = Grid(comm, replicas=parallel.replicas, layers=parallel.layers)
+    partition = partition_of(config, grid.layers.size)
     mgrit = config.mgrit if config.method == "mgrit" else replace(config.mgrit, levels=1)
     stack, opening, closing = network_parts(
-        config.model, shape, classes, comm=comm, seed=config.seed, partition=partition
+        config.model, shape, classes, comm=grid.layers, seed=config.seed, partition=partition
     )
-    net = LayerParallel(stack, opening=opening, closing=closing, mgrit=mgrit)
+    net = LayerParallel(stack, opening=opening, closing=closing, mgrit=mgrit, grid=grid)
     if config.model.initial_parameters is not None:
         load_initial(net, Path(config.data.root or ".") / config.model.initial_parameters)
     return net

@@ -14,24 +14,13 @@ from torch import Tensor
 from lpnet.mgrit.binding import HALO, Problem, copier
 from lpnet.mgrit.cycle import Action, Cycle
 from lpnet.mgrit.slots import Slots, index_of
-from lpnet.nn.steps import Index, Op, Workspace
+from lpnet.nn.spatial import SpatialWorkspace
+from lpnet.nn.steps import Op, Workspace
 from lpnet.parallel.comm import Comm
 
 
 class StateProblem(Problem):
     """u_{i+1} = u_i + h F(u_i; theta_i): a step is made by the owner of u_i, its result is sent on."""
-
-    def _places(self, layers: Sequence[int]) -> tuple[Index, Index, Index]:
-        return (
-            index_of([b - self.low for b in layers]),
-            index_of([self.slots.state[b] for b in layers]),
-            index_of([self.slots.layer[b] for b in layers]),
-        )
-
-    def _evaluate(self, action: Action) -> list[Op]:
-        assert action.edges is not None
-        layer, u, z = self._places(action.edges.layers)
-        return self.workspace.evaluate(layer, u, z)
 
     def _step(self, action: Action) -> list[Op]:
         assert action.edges is not None
@@ -41,7 +30,8 @@ class StateProblem(Problem):
         minus, plus = self._terms(action, layers, targets)
         if plus is None and minus is not None and len(targets) > 1:
             raise AssertionError("a batch of coarse intervals must not leave the rank")
-        ops = self.workspace.advance(u, z, self.h * action.edges.span, self._sink(action, targets), minus, plus)
+        own = self.layers_of(action.level)
+        ops = own.advance(u, z, self.h * action.edges.span, self._sink(action, targets), minus, plus)
         leaves = targets[-1] not in self.place[action.level]
         return [self._free_send((action.sink, action.level)), *ops] if leaves else ops
 
@@ -50,7 +40,7 @@ class StateProblem(Problem):
         layers = action.edges.layers
         _, u, z = self._places(layers)
         out = self._before(action.level, layers, [b + action.edges.span for b in layers])
-        return self.workspace.advance(u, z, self.h * action.edges.span, out, None, None)
+        return self.layers_of(action.level).advance(u, z, self.h * action.edges.span, out, None, None)
 
     def _direct(self, action: Action) -> bool:
         return action.level == 0 or action.plain
@@ -87,8 +77,16 @@ class AdjointProblem(Problem):
     Linearised at the states of a StateProblem in the same workspace.
     """
 
-    def __init__(self, workspace: Workspace, cycle: Cycle, slots: Slots, comm: Comm, h: float) -> None:
-        super().__init__(workspace, cycle, slots, comm, h)
+    def __init__(
+        self,
+        workspace: Workspace,
+        cycle: Cycle,
+        slots: Slots,
+        comm: Comm,
+        h: float,
+        spaces: Sequence[SpatialWorkspace | None] = (),
+    ) -> None:
+        super().__init__(workspace, cycle, slots, comm, h, spaces)
         # a value from the right rank lies behind the own points where it is the next fine point: it can join a batch
         for level, part in enumerate(cycle.levels):
             if part.next_point is not None and part.next_point == self.high:
@@ -108,7 +106,7 @@ class AdjointProblem(Problem):
         assert edges is not None
         layers = edges.layers
         minus, plus = (None, None) if fas else self._terms(action, layers, layers)
-        return self.workspace.pull(
+        return self.layers_of(action.level).pull(
             index_of([b - self.low for b in layers]),
             index_of([self.slots.layer[b] for b in layers]),
             index_of([self.slots.kept[b] for b in layers]),

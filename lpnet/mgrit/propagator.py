@@ -22,7 +22,9 @@ from lpnet.nn.context import Context
 from lpnet.nn.kernels import Op
 from lpnet.nn.network import Network
 from lpnet.nn.parts import samples
+from lpnet.nn.spatial import SpatialWorkspace, Transfer
 from lpnet.nn.stack import LayerStack
+from lpnet.parallel.grid import Grid
 
 Start = Literal["zero", "constant", "coarse", "given"]
 
@@ -49,6 +51,8 @@ class Propagator:
         batched: per level: side-by-side relaxation.
         keep: False propagates exactly and keeps nothing (evaluation).
         show: every adjoint stays in memory after a solve (direct solves, which show them).
+        grid: data replicas; None: there are none.
+        transfers: per level: maps to smaller states, where it has any.
     """
 
     def __init__(
@@ -61,6 +65,8 @@ class Propagator:
         batched: tuple[bool, ...] = (),
         keep: bool = True,
         show: bool = False,
+        grid: Grid | None = None,
+        transfers: Sequence[Transfer | None] = (),
     ) -> None:
         self.stack, self.comm = stack, stack.comm
         low, high = stack.low, stack.high
@@ -82,12 +88,20 @@ class Propagator:
             slots = replace(slots, adjoint=slots.state)
         self.slots = slots
         self.workspace = stack.engine.workspace(shape, **slots.sizes)
+        made = {
+            transfer: SpatialWorkspace(
+                self.workspace, stack.engine, shape, transfer.check(shape, stack.dtype), transfer, slots.sizes
+            )
+            for transfer in dict.fromkeys(transfers)
+            if transfer is not None and len(forward.levels) > 1
+        }
+        self.spaces = [None if transfer is None else made.get(transfer) for transfer in transfers]
         tolerance = 1e-12 if stack.dtype == torch.float64 else 1e-5
 
         def solver(problem: type[Problem], levels: Hierarchy, settings: MGRIT) -> Solver:
             cycle = Cycle(levels, stack.partition, self.comm.rank, settings, batched, slots.block)
-            bound = problem(self.workspace, cycle, slots, self.comm, stack.h)
-            return Solver(bound, self.comm, batch=samples(shape), stop_relative=tolerance)
+            bound = problem(self.workspace, cycle, slots, self.comm, stack.h, self.spaces)
+            return Solver(bound, self.comm, batch=samples(shape), stop_relative=tolerance, grid=grid)
 
         self.forward_solver = solver(StateProblem, forward, options)
         self._make_adjoint: Callable[[], Solver] = lambda: solver(AdjointProblem, backward, adjoint_options)
@@ -122,6 +136,8 @@ class Propagator:
         self.stamp = self.stack.engine.refresh()
         self.workspace.begin(context or Context())
         self._is_linear = False
+        for space in {id(space): space for space in self.spaces if space is not None}.values():
+            space.begin(context or Context())
         problem = self.forward_solver.problem
         if self.is_first:
             assert u0 is not None

@@ -17,6 +17,7 @@ from lpnet.mgrit.hierarchy import per_level
 from lpnet.mgrit.programs import evaluations, parts, record, solve_critical_path, span_of
 from lpnet.nn.steps import Op
 from lpnet.parallel.comm import Comm
+from lpnet.parallel.grid import Grid
 
 Need = Literal["all", "last", "gradient"]
 MESSAGES = ("post", "wait", "send", "halo_post", "halo_wait", "halo_send")
@@ -64,9 +65,13 @@ class Solver:
         comm: ranks of the stack.
         batch: samples, for the residual norm.
         stop_relative: relative tolerance where none is given and no iterations are fixed.
+        grid: data replicas, which iterate together until the joined batch meets a tolerance; None: there are none.
     """
 
-    def __init__(self, problem: Problem, comm: Comm, *, batch: int, stop_relative: float) -> None:
+    def __init__(
+        self, problem: Problem, comm: Comm, *, batch: int, stop_relative: float, grid: Grid | None = None
+    ) -> None:
+        self._world, self._replicas = (comm, 1) if grid is None or grid.peers is None else (grid.world, grid.replicas)
         self.problem, self.cycle, self.comm, self.batch = problem, problem.cycle, comm, batch
         self.mgrit = self.cycle.mgrit
         self.levels = len(self.cycle.levels)
@@ -89,7 +94,7 @@ class Solver:
         if key not in self._programs:
             self.cycle.fresh = set(fresh)
             actions = record(self.cycle, name)
-            after = frozenset() if self.cycle.hierarchy.adjoint else frozenset(self.cycle.fresh)
+            after = frozenset(self.cycle.fresh)
             after = self._known.setdefault(after, after)  # one object per set: looking it up compares no elements
             counts = evaluations(actions, self.levels, adjoint=self.cycle.hierarchy.adjoint)
             ops = self._bind_timed(actions) if timed else self._bind(actions)
@@ -180,9 +185,9 @@ class Solver:
         local = self.problem.local_c_points()
         norms = [squared_norms(self.problem.view(run).reshape(len(run), -1)) for run in self.problem.runs(local)]
         states = spread([np.concatenate([np.zeros(0), *norms])], self._where, len(self._c_points))[0]
-        total = self.comm.sum(np.concatenate([residual, states]))
-        r = float(np.sqrt(total[: len(residual)].sum() / self.batch))
-        u = float(np.sqrt(total[len(residual) :].sum() / self.batch))
+        total = self._world.sum(np.concatenate([residual, states]))
+        r = float(np.sqrt(total[: len(residual)].sum() / (self.batch * self._replicas)))
+        u = float(np.sqrt(total[len(residual) :].sum() / (self.batch * self._replicas)))
         relative = self.mgrit.relative_tolerance
         if relative is None and self.mgrit.tolerance is None:
             relative = self.stop_relative
@@ -198,10 +203,10 @@ class Solver:
         """Squared residuals of this rank, (residuals, C-points) flat; sum them over the ranks. No communication."""
         return spread(self.problem.squares, self._where, len(self._c_points)).ravel()
 
-    def report(self, summed: np.ndarray) -> SolveReport:
-        """The report, from `pending` summed over the ranks. No communication."""
+    def report(self, summed: np.ndarray, batch: int | None = None) -> SolveReport:
+        """The report, from `pending` summed over the ranks, for a batch of so many samples. No communication."""
         rows = summed.reshape(len(self.problem.squares), -1) if self.problem.squares else np.zeros((0, 0))
-        residuals = tuple(float(np.sqrt(row.sum() / self.batch)) for row in rows)
+        residuals = tuple(float(np.sqrt(row.sum() / (batch or self.batch))) for row in rows)
         rho = residuals[-1] / residuals[-2] if len(residuals) > 1 and residuals[-2] > 0 else None
         names = tuple(program.name for program in self._ran)
         path = solve_critical_path(self.cycle.hierarchy, self.mgrit, self.cycle.partition, names, self.cycle.batched)

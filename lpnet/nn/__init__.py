@@ -4,6 +4,7 @@ from lpnet.nn.conv import ConvStep
 from lpnet.nn.dropout import Dropout
 from lpnet.nn.ends import Classifier, ConvOpening, DenseOpening, ImageClassifier, Replicate, ZeroExpand
 from lpnet.nn.module_step import ModuleStep
+from lpnet.nn.spatial import Transfer
 from lpnet.nn.stack import LayerStack
 from lpnet.nn.steps import DenseStep
 
@@ -18,5 +19,6 @@ __all__ = [
     "LayerStack",
     "ModuleStep",
     "Replicate",
+    "Transfer",
     "ZeroExpand",
 ]

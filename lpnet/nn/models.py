@@ -59,6 +59,23 @@ def opening(model: ModelConfig, features: int, *, seed: int) -> torch.nn.Module:
     return torch.nn.Identity() if model.opening == "identity" else ZeroExpand(features, model.width)
 
 
+def layer_and_ends(
+    model: ModelConfig, shape: Sequence[int], classes: int, *, seed: int
+) -> tuple[Step, torch.nn.Module, torch.nn.Module]:
+    """One layer, opening and closing of a configuration with one stack; arguments and errors as `network_parts`."""
+    check_shape(model, shape)
+    first, last = opening(model, shape[0], seed=seed), generator_for(seed, "closing")
+    step: Step
+    closing: torch.nn.Module
+    if model.name == "conv":
+        step = ConvStep(model.width, model.kernel, activation=model.activation, init_scale=model.init_scale)
+        closing = ImageClassifier((model.width, shape[1], shape[2]), classes, pooling=model.pooling, generator=last)
+    else:
+        step = DenseStep(model.width, model.activation, model.bias, model.init_scale)
+        closing = Classifier(model.width, classes, generator=last)
+    return step, first, closing
+
+
 def network_parts(
     model: ModelConfig,
     shape: Sequence[int],
@@ -81,16 +98,7 @@ def network_parts(
     Raises:
         UsageError: samples that the layers cannot take; on every rank, before any message.
     """
-    check_shape(model, shape)
-    first, last = opening(model, shape[0], seed=seed), generator_for(seed, "closing")
-    step: Step
-    closing: torch.nn.Module
-    if model.name == "conv":
-        step = ConvStep(model.width, model.kernel, activation=model.activation, init_scale=model.init_scale)
-        closing = ImageClassifier((model.width, shape[1], shape[2]), classes, pooling=model.pooling, generator=last)
-    else:
-        step = DenseStep(model.width, model.activation, model.bias, model.init_scale)
-        closing = Classifier(model.width, classes, generator=last)
+    step, first, closing = layer_and_ends(model, shape, classes, seed=seed)
     stack = LayerStack(
         step,
         num_layers=model.layers,

@@ -81,6 +81,7 @@ class LBFGS:
         factor: the step shrinks by this from trial to trial.
         interrupted: asked after every rejected trial, the same answer on every rank: whether to give up the iteration.
         starts: first layer of each part of a network of several stacks, see RowSum.
+        leads: whether this rank's parameters count in sums over comm: those of other data replicas are the same.
     """
 
     def __init__(
@@ -97,7 +98,9 @@ class LBFGS:
         factor: float = 0.5,
         interrupted: Callable[[], bool] = lambda: False,
         starts: Mapping[str, int] | None = None,
+        leads: bool = True,
     ) -> None:
+        self._leads = leads
         self._shards = trainable(shards)
         self._problem, self._comm = problem, comm
         self.rows = RowSum(self._shards, partition, starts=starts)
@@ -221,7 +224,7 @@ class LBFGS:
             if pair:
                 y[slot].add_(g)
             terms.append(self._products(position, slot, stacked=shard.rows is not None))
-        packed = self.rows.pack(terms)
+        packed = self.rows.pack(terms) * float(self._leads)
         summed = self._comm.sum(np.concatenate([packed.ravel(), riders]))
         self._problem.read_gradient(summed[packed.size :])
         sg, yg, ys, yy, sy, last = np.split(

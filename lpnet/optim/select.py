@@ -37,7 +37,9 @@ def torch_optimizer(config: OptimConfig, shards: Sequence[Shard]) -> torch.optim
     raise ConfigError(f"optim.name {config.name} is not one of torch.optim; use sgd, adam, adamw, rmsprop or adagrad")
 
 
-def optimizer_shards(optimizer: torch.optim.Optimizer, shards: Sequence[Shard], *, rank: int) -> list[Shard]:
+def optimizer_shards(
+    optimizer: torch.optim.Optimizer, shards: Sequence[Shard], *, rank: int, by_layer: bool = False
+) -> list[Shard]:
     """An optimiser's slots: "<parameter>/<slot>", stacked like the parameter; numbers such as the step count whole.
 
     No communication.
@@ -47,6 +49,8 @@ def optimizer_shards(optimizer: torch.optim.Optimizer, shards: Sequence[Shard], 
         shards: those parameters.
         rank: this rank; a stacked parameter's numbers, the same on all ranks, are handed in by rank 0 or, where
             it has none of its rows, by the owner of the first one.
+        by_layer: numbers of a stacked parameter have a row per layer: decoupled modules have done different numbers
+            of updates while work is in flight.
     """
     out = []
     for shard in shards:
@@ -54,6 +58,9 @@ def optimizer_shards(optimizer: torch.optim.Optimizer, shards: Sequence[Shard], 
             name = f"{shard.name}/{slot}"
             if torch.is_tensor(value) and value.shape == shard.tensor.shape:
                 out.append(Shard(name, value.detach(), shard.rows, shard.layers))
+            elif value is not None and by_layer and shard.rows is not None:
+                count = torch.as_tensor(value).detach().expand(shard.rows[1] - shard.rows[0]).clone()
+                out.append(Shard(name, count, shard.rows, shard.layers))
             elif value is not None and (rank == 0 or shard.rows is None or shard.rows[0] == 0):
                 out.append(Shard(name, torch.as_tensor(value).detach()))
     return out
@@ -64,6 +71,8 @@ def load_optimizer(
     shards: Sequence[Shard],
     names: Sequence[str],
     read: Callable[[Shard], torch.Tensor],
+    *,
+    by_layer: bool = False,
 ) -> None:
     """Take slots over from a checkpoint of any number of ranks. Communicates as `read` does.
 
@@ -73,6 +82,7 @@ def load_optimizer(
         names: "<parameter>/<slot>" of all entries in the checkpoint.
         read: given a shard (name, a tensor of the wanted shape and type, rows), returns its values; every rank asks
             for the numbers of a stacked parameter.
+        by_layer: as in `optimizer_shards`.
 
     Raises:
         CheckpointError: an entry belongs to no parameter of the optimiser's groups.
@@ -87,7 +97,10 @@ def load_optimizer(
             parameter, _, slot = name.rpartition("/")
             if parameter != shard.name:
                 continue
-            if slot == "step":
+            if slot == "step" and by_layer and shard.rows is not None:
+                first = shard.rows[0]
+                slots[slot] = read(Shard(name, torch.zeros(1), (first, first + 1), shard.layers))[0]
+            elif slot == "step":
                 slots[slot] = read(Shard(name, torch.zeros((), dtype=torch.float32)))
             else:
                 slots[slot] = read(

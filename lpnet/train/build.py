@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lpnet.config import RESNETS, Config
+from lpnet.config import MGRIT, RESNETS, Config
 from lpnet.data.batches import BatchOrder
 from lpnet.data.samples import Samples
 from lpnet.errors import ConfigError, UsageError
 from lpnet.mgrit.layer_parallel import LayerParallel
 from lpnet.mgrit.network import build_network
 from lpnet.parallel.comm import Comm
+from lpnet.parallel.grid_shape import grid_of, layered_modules
 from lpnet.train.decoupled import DecoupledNet, DecoupledSteps, check_optimiser
+from lpnet.train.layered import check_layered
 from lpnet.train.strategies import Strategy, make_strategy
 
 if TYPE_CHECKING:
@@ -30,6 +32,10 @@ def check(config: Config, ranks: int) -> None:
         UsageError: on every rank.
     """
     method, model = config.method, config.model.name
+    if method != "serial":
+        shape = grid_of(config, ranks)
+        if layered_modules(config):
+            check_layered(config, shape.modules, shape.layers)
     if is_decoupled(config):
         check_optimiser(config.optim)
     if method == "pipeline" and config.fdg.staleness_every:
@@ -99,6 +105,12 @@ def for_evaluation(config: Config, data: Data, comm: Comm) -> Network:
     whole = replace(config.fdg, modules=comm.size, cuts="uniform", schedule="bp")
     example = data.train.take(torch.arange(1))
     return DecoupledNet(replace(config, fdg=whole, method="fdg"), data, comm, example=(example.x, example.y), batches=1)
+
+
+def exact_layers(config: Config) -> Config:
+    """All ranks share all layers, which propagate exactly. No communication."""
+    parallel = replace(config.parallel, partition="uniform", replicas=1, modules=None, layers="auto")
+    return replace(config, parallel=parallel, mgrit=MGRIT(levels=1))
 
 
 def describe(net: Network, config: Config) -> str:

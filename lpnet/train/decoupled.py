@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lpnet.config import RESNETS, Config, OptimConfig
+from lpnet.config import RESNETS, Config, OptimConfig, ParallelConfig
 from lpnet.errors import ConfigError
 from lpnet.fdg.compensation import Compensation
 from lpnet.fdg.decoupled import FDG
@@ -25,7 +25,10 @@ from lpnet.mgrit.network import network_for
 from lpnet.mgrit.serial import SerialNetwork
 from lpnet.nn.models import resnet, resnet_cifar, resnet_mnist, wide_resnet
 from lpnet.optim.select import load_optimizer, optimizer_shards, torch_optimizer
+from lpnet.parallel.grid import Shares
+from lpnet.parallel.grid_shape import grid_of, layered_modules
 from lpnet.parallel.shard import Shard
+from lpnet.train.layered import Factory, bounds_of, factories
 from lpnet.train.strategies import StepReport, rate_factor
 
 if TYPE_CHECKING:
@@ -57,7 +60,7 @@ def units(config: Config, data: Data) -> torch.nn.Sequential:
     if model.name == "wide_resnet":
         dropout = model.dropout
         return wide_resnet(model.depth, model.widen, channels=shape[0], dropout=dropout, **how)  # type: ignore[arg-type]
-    serial = network_for(replace(config, method="serial"), shape, classes).to_serial()
+    serial = network_for(replace(config, method="serial", parallel=ParallelConfig()), shape, classes).to_serial()
     assert isinstance(serial, SerialNetwork)
     parts = OrderedDict(
         [
@@ -87,19 +90,27 @@ class DecoupledNet:
     Args:
         config: the run.
         data: samples, for shapes and classes.
-        comm: ranks, one per module; one rank: all modules.
+        comm: ranks: replicas x modules x ranks of a module; one rank: all modules.
         example: (samples, labels) to measure cuts on.
         batches: per epoch, for the learning rate's decay.
     """
 
     def __init__(self, config: Config, data: Data, comm: Comm, *, example: tuple[Tensor, Tensor], batches: int) -> None:
         self._comm, self._config = comm, config
-        network = units(config, data)
-        self.unit_count = len(network)
         fdg, optim = config.fdg, config.optim
+        shape = grid_of(config, comm.size)
+        self.layered = layered_modules(config)
         dtype = torch.float64 if config.model.dtype == "float64" else torch.float32
-        network = sample_layout(network.to(dtype)) if len(data.train.shape) == 3 else network.to(dtype)
         self.dtype = dtype
+        network: torch.nn.Sequential | list[Factory]
+        if self.layered:
+            network = factories(config, data.train.shape, data.classes, shape.modules)
+            fdg = replace(fdg, cuts=list(range(1, shape.modules)), backward="recompute")
+            self.unit_count = config.model.layers
+        else:
+            network = units(config, data)
+            self.unit_count = len(network)
+            network = sample_layout(network.to(dtype)) if len(data.train.shape) == 3 else network.to(dtype)
 
         def optimizer(parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
             return torch_optimizer(optim, [Shard(str(i), p) for i, p in enumerate(parameters)])
@@ -107,42 +118,57 @@ class DecoupledNet:
         alone = config.method == "serial"
         shared = {
             "comm": comm,
-            "loss": torch.nn.functional.cross_entropy,
+            "loss": joined_loss if shape.replicas > 1 else torch.nn.functional.cross_entropy,
             "optimizer": optimizer,
-            "modules": 1 if alone else fdg.modules,
+            "modules": 1 if alone else shape.modules,
             "cuts": "uniform" if alone else fdg.cuts,
             "scheduler": (lambda made: rate_decay(made, optim, batches)) if optim.decay_epochs else None,
             "clip_norm": optim.clip_norm,
-            "autocast": torch.bfloat16 if config.model.dtype == "bfloat16" else None,
+            "autocast": torch.bfloat16 if config.model.dtype == "bfloat16" and not self.layered else None,
             "seed": config.seed,
-            "example": (self.prepare(example[0]), example[1]),
+            "example": (self.prepare(example[0]), joined_labels(example[1], 1) if shape.replicas > 1 else example[1]),
         }
+        ranks_per_module = [shape.layers] * shape.modules if shape.layers > 1 else None
         self.inner: FDG | Pipeline
         if config.method == "pipeline":
             order, parts = fdg.pipeline_order, fdg.microbatches
             self.inner = Pipeline(network, micro_batches=parts, order=order, **shared)  # type: ignore[arg-type]
+            self.grid = Shares(self.inner.place.replicas, self.inner.place.replica)
             return
         remedies = Compensation(fdg.shrink, fdg.prediction, fdg.spike, fdg.accumulate, fdg.anneal, fdg.nesterov)
         self.inner = FDG(
-            network,
+            network,  # type: ignore[arg-type]
             schedule="bp" if alone else fdg.schedule,
             order=fdg.order,
             backward=fdg.backward,
             compensation=Compensation() if alone else remedies,
             gradient_dtype=HALVES[fdg.gradient_dtype] if fdg.gradient_dtype else None,
             staleness_every=0 if alone else fdg.staleness_every,
+            ranks_per_module=ranks_per_module,
             **shared,  # type: ignore[arg-type]
         )
+        self.grid = Shares(self.inner.place.replicas, self.inner.place.replica)
 
     @property
     def comm(self) -> Comm:
-        """The ranks, one per module."""
+        """The ranks: replicas x modules x ranks of a module."""
+        return self._comm
+
+    @property
+    def world(self) -> Comm:
+        """The same."""
         return self._comm
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank has the logits."""
-        return self.inner.is_last
+        """Whether this rank has the logits for all: the last one of its replica."""
+        group = self.inner.place.group
+        return self.inner.is_last and (group is None or group.rank == group.size - 1)
+
+    @property
+    def saves(self) -> bool:
+        """Whether this rank's parameters count for checkpoints: those of other replicas are the same."""
+        return self.inner.place.saves
 
     @property
     def reads_samples(self) -> bool:
@@ -160,6 +186,11 @@ class DecoupledNet:
     def describe(self) -> str:
         """The network and its cuts, in words. No communication."""
         inner = self.inner
+        if self.layered:
+            bounds = bounds_of(self._config, inner.modules)
+            layers = ", ".join(f"{a} to {b - 1}" for a, b in zip(bounds, bounds[1:], strict=False))
+            shared = "" if inner.place.group is None else f", each on {inner.place.group.size} ranks"
+            return f"{self.unit_count} layers in {inner.modules} module(s) of layers {layers}{shared}"
         cuts = f"cut before unit {', '.join(map(str, inner.cuts))}" if inner.cuts else "in one piece"
         return f"{self.unit_count} units in {inner.modules} module(s), {cuts}"
 
@@ -167,7 +198,8 @@ class DecoupledNet:
         """The configuration with the cuts that were measured. No communication."""
         if config.method == "serial":
             return config
-        return replace(config, fdg=replace(config.fdg, modules=self.inner.modules, cuts=self.inner.cuts))
+        cuts = list(bounds_of(config, self.inner.modules)[1:-1]) if self.layered else self.inner.cuts
+        return replace(config, fdg=replace(config.fdg, modules=self.inner.modules, cuts=cuts))
 
     def prepare(self, x: Tensor) -> Tensor:
         """Samples in the precision and memory layout of the network."""
@@ -179,8 +211,12 @@ class DecoupledNet:
         return torch.cat([part for part in parts if part is not None]) if self.is_last else None
 
     def shards(self) -> list[Shard]:
-        """Parameters and buffers of this rank's modules. No communication."""
+        """Parameters and buffers of this rank's modules, on the first replica. No communication."""
         return self.inner.shards()
+
+    def all_shards(self) -> list[Shard]:
+        """The same on all replicas: what is filled from a checkpoint. No communication."""
+        return self.inner.all_shards()
 
     def flight_shards(self) -> list[Shard]:
         """The work in flight, for a checkpoint. Neighbour messages only."""
@@ -200,6 +236,27 @@ class DecoupledNet:
     def residual_squares(self) -> np.ndarray:
         """No multigrid residuals."""
         return np.zeros(0)
+
+
+def joined_labels(y: Tensor, replicas: int, weight: float = 1.0, samples: int | None = None) -> Tensor:
+    """Labels (samples, 3) of a replica's part of a batch: with its weight as a fraction, for `joined_loss`.
+
+    Args:
+        y: labels (samples,).
+        replicas: data replicas.
+        weight: 0 where the part is empty, and y stands in for it.
+        samples: of the joined batch; None: y is all of it.
+    """
+    own = 0 if weight == 0.0 else len(y)
+    fraction = torch.tensor([own * replicas, samples or len(y)]).expand(len(y), 2)
+    return torch.cat([y[:, None], fraction], 1)
+
+
+def joined_loss(out: Tensor, y: Tensor) -> Tensor:
+    """Cross-entropy whose mean over replicas is that of the joined batch."""
+    if y.dim() == 1:
+        return torch.nn.functional.cross_entropy(out, y)
+    return torch.nn.functional.cross_entropy(out, y[:, 0]) * (y[0, 1] / y[0, 2])
 
 
 def rate_decay(
@@ -251,8 +308,11 @@ class DecoupledSteps:
         inner = self._net.inner
         if self.stop_requested:
             inner.request_stop()
-        x = self._net.prepare(samples.x) if self._net.reads_samples else None
-        report = inner.step(x, samples.y)
+        part, weight = self._net.grid.part(len(samples))  # of this data replica
+        x, y = samples.x[part], samples.y[part]
+        if self._net.grid.replicas > 1:
+            y = joined_labels(y, self._net.grid.replicas, weight, len(samples))
+        report = inner.step(self._net.prepare(x) if self._net.reads_samples else None, y)
         self.steps += 1
         return StepReport(
             objective=report.loss,
@@ -281,10 +341,10 @@ class DecoupledSteps:
         return [
             slot
             for optimizer, shards in self._net.inner.optimizers
-            for slot in optimizer_shards(optimizer, shards, rank=rank)
+            for slot in optimizer_shards(optimizer, shards, rank=rank, by_layer=self._net.layered)
         ]
 
     def load(self, names: Sequence[str], read: Callable[[Shard], Tensor]) -> None:
         """Take the slots over. Communicates as `read` does."""
         for optimizer, shards in self._net.inner.optimizers:
-            load_optimizer(optimizer, shards, names, read)
+            load_optimizer(optimizer, shards, names, read, by_layer=self._net.layered)

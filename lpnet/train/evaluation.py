@@ -15,8 +15,10 @@ from lpnet.config import MGRIT, RESNETS, Config
 from lpnet.data.samples import load as load_data
 from lpnet.data.samples import without_inputs
 from lpnet.errors import CheckpointError
+from lpnet.mgrit.layer_parallel import LayerParallel
 from lpnet.nn.models import DTYPES
 from lpnet.parallel.comm import Comm
+from lpnet.parallel.grid_shape import layered_modules
 from lpnet.train import build
 from lpnet.train.saving import config_of, load_model, open_checkpoint
 
@@ -37,12 +39,29 @@ class Scores:
     val_loss: float
 
 
+class Parts(Protocol):
+    """Data replicas."""
+
+    replicas: int
+
+    def part(self, samples: int) -> tuple[slice, float]:
+        """This replica's samples of a batch; weight 0 where it has none."""
+
+
 class Classifier(Protocol):
     """A network that gives logits on its last rank."""
 
     @property
     def comm(self) -> Comm:
-        """Its ranks."""
+        """Its ranks; of one data replica, where there are several."""
+
+    @property
+    def world(self) -> Comm:
+        """The ranks of all data replicas."""
+
+    @property
+    def grid(self) -> Parts:
+        """Shares batches among the data replicas."""
 
     @property
     def is_last(self) -> bool:
@@ -53,7 +72,9 @@ class Classifier(Protocol):
 
 
 def score(net: Classifier, data: Data, interrupted: Callable[[], bool] | None = None) -> Scores | None:
-    """How well a network does on all samples. Collective over net.comm: one reduction, and one per part if interrupted.
+    """How well a network does on all samples, which data replicas share.
+
+    Collective over net.world: one reduction, and one per part if interrupted.
 
     Args:
         net: the network.
@@ -63,6 +84,8 @@ def score(net: Classifier, data: Data, interrupted: Callable[[], bool] | None = 
     Returns:
         The scores; None where a rank was interrupted.
     """
+    if isinstance(net, LayerParallel):
+        net.share_buffers()
     sums = np.zeros(4)
     scored = data.scored or data.train
     for k, samples in enumerate((scored, data.validation)):
@@ -70,7 +93,7 @@ def score(net: Classifier, data: Data, interrupted: Callable[[], bool] | None = 
         if found is None:
             return None
         sums[k], sums[2 + k] = found
-    correct_train, correct_val, loss_train, loss_val = net.comm.sum(sums)
+    correct_train, correct_val, loss_train, loss_val = net.world.sum(sums)
     n, m = len(scored), len(data.validation)
     return Scores(100 * correct_train / n, 100 * correct_val / m, loss_train / n, loss_val / m)
 
@@ -80,13 +103,17 @@ def _sums(
 ) -> tuple[float, float] | None:
     """Correct samples and summed loss on the last rank, zeros elsewhere. Neighbour messages, and as `score` says."""
     correct, loss = 0.0, 0.0
-    size = max(min(CHUNK, VALUES // max(math.prod(samples.shape), 1)), 1)
+    size = max(min(CHUNK, VALUES // max(math.prod(samples.shape), 1)), 1) * net.grid.replicas
     reads = getattr(net, "reads_samples", True)
     labels = (without_inputs(y) for y in samples.y.split(size))
     for part in samples.parts(size) if reads else labels:
         x, y = part.x, part.y
-        if interrupted is not None and net.comm.sum(np.array([float(interrupted())]))[0]:
+        if interrupted is not None and net.world.sum(np.array([float(interrupted())]))[0]:
             return None
+        part, weight = net.grid.part(len(x))
+        if weight == 0.0:
+            continue
+        x, y = x[part], y[part]
         logits = _evaluate(net, x)
         if logits is not None:
             correct += int((logits.argmax(1) == y).sum())
@@ -156,8 +183,11 @@ def exact(config: Config, data_root: str | None = None) -> Config:
     """A run's configuration for evaluation on any number of ranks: one level. No communication."""
     data = config.data if data_root is None else replace(config.data, root=data_root)
     model = replace(config.model, initial_parameters=None)
-    parallel = replace(config.parallel, partition="uniform")
-    config = replace(config, model=model, data=data, parallel=parallel)
+    config = replace(config, model=model, data=data)
+    if layered_modules(config):
+        return replace(build.exact_layers(config), method="mgrit")  # its checkpoints are those of method mgrit
+    parallel = replace(config.parallel, partition="uniform", replicas=1, modules=None, layers="auto")
+    config = replace(config, parallel=parallel)
     if config.method in ("fdg", "pipeline") or config.model.name in RESNETS:
         return config
     return replace(config, method="mgrit", mgrit=MGRIT(levels=1))

@@ -81,7 +81,7 @@ def save(
     keep: int = 2,
     attributes: Mapping[str, Attribute] | None = None,
 ) -> Path:
-    """Write a checkpoint that any number of ranks can load. Collective over net.comm.
+    """Write a checkpoint that any number of ranks, and any grid of them, can load. Collective over net.world.
 
     Args:
         path: folder; the file in it is named after the step.
@@ -99,7 +99,7 @@ def save(
         SaveError: on every rank; the checkpoint before is intact.
     """
     shards, written = contents(net, optimizer, epoch=epoch, attributes=attributes)
-    return write_checkpoint(path, net.comm, step=step, shards=shards, attributes=written, keep=keep)
+    return write_checkpoint(path, net.world, step=step, shards=shards, attributes=written, keep=keep)
 
 
 def contents(
@@ -109,12 +109,16 @@ def contents(
     epoch: int = 0,
     attributes: Mapping[str, Attribute] | None = None,
 ) -> tuple[dict[str, list[Shard]], dict[str, Attribute]]:
-    """What a checkpoint of this moment holds, in the memory that training goes on to use. Collective over net.comm.
+    """What a checkpoint of this moment holds, in the memory that training goes on to use. Collective over net.world.
+
+    Where there are data replicas, parameters and optimiser come from the first one, which all others equal.
 
     Returns:
         Shards by section, and root attributes.
     """
-    shards: dict[str, list[Shard]] = {"model": net.shards()}
+    if not isinstance(net, DecoupledNet):
+        net.share_buffers()
+    shards: dict[str, list[Shard]] = {"model": net.shards() if net.saves else []}
     if isinstance(net, DecoupledNet):
         shards["fdg"] = net.flight_shards()
     else:
@@ -127,7 +131,7 @@ def contents(
     }
     if optimizer is not None:
         state = _stateful(optimizer, net)
-        shards["optim"] = state.shards()
+        shards["optim"] = state.shards() if net.saves else []
         written["optimizer"] = state.kind
     return shards, written
 
@@ -135,7 +139,7 @@ def contents(
 def load(
     path: str | Path, net: LayerParallel | DecoupledNet, optimizer: torch.optim.Optimizer | Stateful | None = None
 ) -> Loaded:
-    """Fill a network and its optimiser from a checkpoint of any number of ranks. Collective over net.comm.
+    """Fill a network and its optimiser from a checkpoint of any number of ranks. Collective over net.world.
 
     Args:
         path: a checkpoint file, a folder of them or a run folder (the newest valid one counts).
@@ -148,10 +152,10 @@ def load(
     Raises:
         CheckpointError: on every rank; missing, damaged, or of another network or optimiser.
     """
-    with open_checkpoint(path, net.comm) as checkpoint:
+    with open_checkpoint(path, net.world) as checkpoint:
         load_model(checkpoint, net)
         if optimizer is not None:
-            _load_optimizer(checkpoint, net.comm, _stateful(optimizer, net))
+            _load_optimizer(checkpoint, net.world, _stateful(optimizer, net))
         if isinstance(net, DecoupledNet):
             _load_flight(checkpoint, net)
         else:
@@ -181,14 +185,14 @@ def open_checkpoint(path: str | Path, comm: Comm | None = None) -> Checkpoint:
 
 
 def load_model(checkpoint: Checkpoint, net: LayerParallel | DecoupledNet) -> None:
-    """Fill parameters and buffers. Collective over net.comm.
+    """Fill parameters and buffers, of every data replica. Collective over net.world.
 
     Raises:
         CheckpointError: on every rank; the file is of another network.
     """
-    shards = net.shards()
-    checkpoint.compare("model", describe_shards("model", shards, net.comm))
-    net.comm.together(lambda: checkpoint.load_into("model", shards))
+    shards = net.all_shards()
+    checkpoint.compare("model", describe_shards("model", shards, net.world))
+    net.world.together(lambda: checkpoint.load_into("model", shards))
 
 
 def config_of(checkpoint: Checkpoint) -> Config | None:
@@ -233,7 +237,11 @@ def _load_optimizer(checkpoint: Checkpoint, comm: Comm, state: Stateful) -> None
 
 
 def _kept_shards(net: LayerParallel) -> list[Shard]:
-    """Kept states, one row per C-point, and the points that the rows belong to. Collective over net.comm."""
+    """Kept states, one row per C-point, and the points that the rows belong to. Collective over net.comm.
+
+    Those of further data replicas, which are of other samples, have names that begin with replica1/ and so on.
+    """
+    before = _replica(net)
     entries = [(name.removeprefix("mgrit/"), point, payload) for name, point, payload in net.kept_state()]
     mine = {
         kind: sorted({point for name, point, _ in entries if name.split("/")[0] == kind})
@@ -246,50 +254,66 @@ def _kept_shards(net: LayerParallel) -> list[Shard]:
     for name, point, payload in entries:
         kind = name.split("/")[0]
         at = row[kind][point]
-        out.append(Shard(name, payload[None], (at, at + 1), len(points[kind])))
+        out.append(Shard(before + name, payload[None], (at, at + 1), len(points[kind])))
     if net.comm.rank == 0:
         out += [
-            Shard(f"points/{kind}", torch.tensor(order, dtype=torch.int64)) for kind, order in points.items() if order
+            Shard(f"{before}points/{kind}", torch.tensor(order, dtype=torch.int64))
+            for kind, order in points.items()
+            if order
         ]
     return out
 
 
 def _load_flight(checkpoint: Checkpoint, net: DecoupledNet) -> None:
-    """The work in flight of the same number of modules. Collective over net.comm."""
+    """The work in flight of the same number of modules. Collective over net.world."""
     names = [name.removeprefix("fdg/") for name in checkpoint.names("fdg")]
-    net.comm.together(lambda: net.load_flight(names, lambda name: checkpoint.read(f"fdg/{name}")))
+    net.world.together(lambda: net.load_flight(names, lambda name: checkpoint.read(f"fdg/{name}")))
 
 
 def _load_kept(checkpoint: Checkpoint, net: LayerParallel) -> None:
-    """Kept states; where they are of another hierarchy the next solves start cold. Collective over net.comm."""
+    """Kept states; those of another hierarchy or grid are left, and solves start cold. Collective over net.world."""
     net.forget()
-    names = checkpoint.names("mgrit")
-    batches = sorted({int(name.split("/")[2]) for name in names if name.startswith("mgrit/state/")})
+    names, head = checkpoint.names("mgrit"), f"mgrit/{_replica(net)}"
+    batches = sorted({int(name.rsplit("/", 1)[1]) for name in names if name.startswith(f"{head}state/")})
+    others = {name.split("/")[1] for name in names if name.startswith("mgrit/replica")}
+    if len(others) != net.grid.replicas - 1 and names:
+        if net.world.rank == 0:
+            log.warning(
+                "%s: its kept states are of %d data replicas, and there are %d; the next solves start cold",
+                checkpoint.path,
+                len(others) + 1,
+                net.grid.replicas,
+            )
+        return
 
     def work() -> bool:
         row = {
-            kind: {int(point): i for i, point in enumerate(checkpoint.read(f"mgrit/points/{kind}"))}
+            kind: {int(point): i for i, point in enumerate(checkpoint.read(f"{head}points/{kind}"))}
             for kind in ("state", "adjoint")
-            if f"mgrit/points/{kind}" in names
+            if f"{head}points/{kind}" in names
         }
         try:
             for batch in batches:
                 net.load_kept_state(
                     batch,
                     {
-                        kind: _reader(checkpoint, f"mgrit/{kind}/{batch}", row[kind])
+                        kind: _reader(checkpoint, f"{head}{kind}/{batch}", row[kind])
                         for kind in row
-                        if f"mgrit/{kind}/{batch}" in names
+                        if f"{head}{kind}/{batch}" in names
                     },
                 )
         except KeyError:
             return False
         return True
 
-    if not all(net.comm.all_gather_objects(net.comm.together(work))):
+    if not all(net.world.all_gather_objects(net.world.together(work))):
         net.forget()
-        if net.comm.rank == 0:
+        if net.world.rank == 0:
             log.warning("%s: its kept states are of another hierarchy; the next solves start cold", checkpoint.path)
+
+
+def _replica(net: LayerParallel) -> str:
+    return f"replica{net.grid.replica}/" if net.grid.replica else ""
 
 
 def _reader(checkpoint: Checkpoint, name: str, row: dict[int, int]) -> Callable[[int], Any]:

@@ -114,11 +114,20 @@ class _Objective:
     def forward(self, samples: Samples, batch: int | None) -> tuple[np.ndarray, list[np.ndarray]]:
         """Local loss and stop flag, and the regularisation's terms. Neighbour messages only."""
         self._objective = None  # the graph of a rejected trial dies before the next forward
-        self.net.begin_step(self.step)
-        logits = self.net.local_logits(samples.x, batch)
-        self._objective = torch.nn.functional.cross_entropy(logits, samples.y) if self.net.is_last else logits
-        loss = float(self._objective.detach()) if self.net.is_last else 0.0
+        part, weight = self.net.grid.part(len(samples))  # of this data replica
+        self.net.begin_step(self.step, first=part.start)
+        logits = self.net.local_logits(samples.x[part], batch)
+        self._objective = logits
+        if self.net.is_last:
+            self._objective = torch.nn.functional.cross_entropy(logits, samples.y[part])
+            if self.net.grid.replicas > 1:
+                self._objective = self._objective * weight
+        loss = float(self._objective.detach()) / self.net.grid.replicas if self.net.is_last else 0.0
         return np.array([loss, float(self.stop_requested)]), self.regularization.terms()
+
+    def counted(self, packed: np.ndarray) -> np.ndarray:
+        """Terms of parameters, which all data replicas have alike, for a sum over all ranks. No communication."""
+        return packed.ravel() * float(self.net.grid.leads)
 
     def backward(self) -> None:
         """Gradients of the latest forward in .grad, regularisation included. Neighbour messages only."""
@@ -131,9 +140,11 @@ class _Objective:
 
     def first_problem(self, what: str, step: int, samples: Samples) -> NumericsError:
         """The error for a value that is not finite, naming rank and layer where they can be told. Collective."""
-        comm = self.net.comm
+        comm = self.net.world
         places = [place for place in comm.all_gather_objects(self._first_parameter()) if place is not None]
-        found = places[0] if places else comm.broadcast_object(self._first_state(samples))
+        seen = [] if places else [text for text in comm.all_gather_objects(self._first_state(samples)) if text]
+        seen.sort(key=lambda text: not text.startswith("first seen"))  # the samples of one data replica may do it alone
+        found = places[0] if places else seen[0]
         return NumericsError(f"step {step}: the {what} is not finite; {found}. Lower optim.lr, or set optim.clip_norm")
 
     def _first_parameter(self) -> str | None:
@@ -154,7 +165,8 @@ class _Objective:
         if serial is None:
             return None
         ranks = self.net.partition.ranks
-        u = serial.opening(samples.x.to(self.net.stack.dtype))  # type: ignore[operator]
+        part, _ = self.net.grid.part(len(samples))
+        u = serial.opening(samples.x[part].to(self.net.stack.dtype))  # type: ignore[operator]
         if not torch.isfinite(u).all():
             return f"first seen in the state after the opening, on rank 0/{ranks}"
         for layer, module in enumerate(serial.layers):  # type: ignore[arg-type]
@@ -217,7 +229,7 @@ class GradientSteps(_WholeSteps):
         packed = rows.pack(both)
         squares = self._net.residual_squares()
         with trace.span("reduction"):
-            summed = self._net.comm.sum(np.concatenate([head, packed.ravel(), squares]))
+            summed = self._net.world.sum(np.concatenate([head, self._objective.counted(packed), squares]))
         loss, stop = summed[:2]
         penalty, square = rows.total(summed[2 : 2 + packed.size].reshape(packed.shape))
         if not np.isfinite([loss, penalty, square]).all():
@@ -278,13 +290,14 @@ class LBFGSSteps(_WholeSteps):
         self._lbfgs = LBFGS(
             self._objective.shards,
             self,
-            net.comm,
+            net.world,
             net.partition,
             lr=config.lr,
             memory=config.memory,
             trials=config.line_search_trials,
             interrupted=lambda: self._stop,
             starts=net.stack.starts,
+            leads=net.grid.leads,
         )
         self.kind = "LBFGS"
         self._reports: tuple[SolveReport | None, SolveReport | None] = (None, None)
@@ -334,7 +347,7 @@ class LBFGSSteps(_WholeSteps):
         """Forward at the current parameters. Neighbour messages only."""
         self._objective.stop_requested, self._objective.step = self.stop_requested, self.steps
         head, terms = self._objective.forward(self._samples, self._batch)
-        return np.concatenate([head, self._objective.rows.pack(terms).ravel()])
+        return np.concatenate([head, self._objective.counted(self._objective.rows.pack(terms))])
 
     def read(self, summed: np.ndarray) -> Evaluation:
         """Objective and loss, and whether any rank asked to stop. No communication."""
