@@ -59,6 +59,8 @@ class MGRIT:
             that take any size.
         spatial_factor: of height and width of the states on level 1, 2, ...; one number for all of them or one per
             level from level 1 on (the last holds for deeper ones); 1: full states.
+        microbatches: levels 1: a batch goes through the layers in so many parts, one behind the other: all ranks
+            work at once, an exact pipeline. Multigrid keeps the batch whole.
         adjoint: settings of the adjoint direction that differ, by name (levels, coarsening, relaxation, c_weight,
             cycle, tolerance, relative_tolerance, max_iterations, initial_guess).
     """
@@ -81,6 +83,7 @@ class MGRIT:
     batching: Literal["auto", "on", "off"] | list[Literal["on", "off"]] = "off"
     spatial: Literal["none", "average", "bilinear", "user"] = "none"
     spatial_factor: int | list[int] = 2
+    microbatches: int = 1
     adjoint: dict[str, int | float | str | list[int] | list[float] | list[str] | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -89,6 +92,12 @@ class MGRIT:
             levels=self.levels,
             forward_iterations=self.forward_iterations,
             adjoint_iterations=self.adjoint_iterations,
+            microbatches=self.microbatches,
+        )
+        require(
+            self.microbatches == 1 or self.levels == 1,
+            f"mgrit.microbatches is {self.microbatches} with {self.levels} levels; parts of a batch follow each other "
+            "through the ranks of exact propagation: set mgrit.levels 1, or leave microbatches out",
         )
         positive(
             "mgrit",

@@ -35,7 +35,7 @@ def network_for(config: Config, shape: Sequence[int], classes: int, comm: Any = 
     parallel = config.parallel
     grid = Grid(comm, replicas=parallel.replicas, layers=parallel.layers)
     partition = partition_of(config, grid.layers.size)
-    mgrit = config.mgrit if config.method == "mgrit" else replace(config.mgrit, levels=1)
+    mgrit = config.mgrit if config.method == "mgrit" else replace(config.mgrit, levels=1, microbatches=1)
     stack, opening, closing = network_parts(
         config.model, shape, classes, comm=grid.layers, seed=config.seed, partition=partition
     )

@@ -11,7 +11,7 @@ import torch
 
 from lpnet.config import Config
 from lpnet.data.batches import BatchOrder
-from lpnet.data.samples import load
+from lpnet.data.samples import Data, Samples, load
 from lpnet.mgrit.layer_parallel import LayerParallel
 from lpnet.mgrit.network import build_network
 from lpnet.nn.models import DTYPES
@@ -27,9 +27,7 @@ def gradient_error(config: Config, *, steps: int = 10, most: int = 500) -> tuple
         steps: training steps before the comparison.
         most: samples of the batch that are used.
     """
-    data = load(config.data, config.seed, DTYPES[config.model.dtype])
-    order = BatchOrder(len(data.train), config.data.batch_size, config.seed, "fixed")
-    samples = data.train.take(order.at(0).indices[:most])
+    data, samples = _few(config, most)
     net = build_network(config, data)
     strategy = make_strategy(net, config.optim)
     for _ in range(steps):
@@ -42,6 +40,43 @@ def gradient_error(config: Config, *, steps: int = 10, most: int = 500) -> tuple
     exact = _gradient(exact_net, samples.x, samples.y, None)
     error = float((found - exact).norm() / exact.norm())
     return error, float(found @ exact / (found.norm() * exact.norm()))
+
+
+def steps_to_loss(config: Config, *, steps: int = 20, most: int = 500) -> float | None:
+    """Steps in which inexact training reaches the loss of `steps` exact steps on one batch, relative to these.
+
+    On one rank; any ranks have the same. None where it is not reached in four times as many.
+
+    Args:
+        config: the run.
+        steps: of exact training.
+        most: samples of the batch that are used.
+    """
+    data, samples = _few(config, most)
+
+    def losses(run: Config, count: int, until: float) -> list[float]:
+        strategy = make_strategy(build_network(run, data), run.optim)
+        found: list[float] = []
+        while len(found) <= count and (not found or found[-1] > until):
+            found.append(strategy.step(samples, 0).loss or 0.0)
+        return found
+
+    wanted = losses(replace(config, method="serial"), steps, -1.0)[-1]
+    found = losses(config, 4 * steps, wanted)
+    if found[-1] > wanted:
+        return None
+    if len(found) < 2:
+        return 1 / steps
+    # between two steps the loss is taken to fall evenly
+    part = (found[-2] - wanted) / (found[-2] - found[-1])
+    return (len(found) - 2 + part) / steps
+
+
+def _few(config: Config, most: int) -> tuple[Data, Samples]:
+    """The data, and the first samples of the first batch."""
+    data = load(config.data, config.seed, DTYPES[config.model.dtype])
+    order = BatchOrder(len(data.train), config.data.batch_size, config.seed, "fixed")
+    return data, data.train.take(order.at(0).indices[:most])
 
 
 def _gradient(net: LayerParallel, x: torch.Tensor, y: torch.Tensor, batch: int | None) -> torch.Tensor:

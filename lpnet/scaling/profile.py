@@ -21,6 +21,7 @@ from lpnet.io import trace
 from lpnet.nn.models import DTYPES
 from lpnet.parallel.comm import Comm
 from lpnet.train.build import build
+from lpnet.train.decoupled import DecoupledNet
 from lpnet.train.strategies import StepReport
 
 SHOWN = 8  # ranks in a table
@@ -107,7 +108,8 @@ def profile(config: Config, comm: Comm, *, steps: int = 20) -> Profile:
     """
     data = comm.shared(lambda: load(config.data, config.seed, DTYPES[config.model.dtype]))
     order = BatchOrder(len(data.train), config.data.batch_size, config.seed, "fixed")
-    _, strategy, _ = build(config, data, order, comm)
+    net, strategy, _ = build(config, data, order, comm)
+    fill = 2 * net.inner.modules if isinstance(net, DecoupledNet) else 0  # ticks until all modules have work
 
     reports: list[StepReport] = []
 
@@ -132,7 +134,7 @@ def profile(config: Config, comm: Comm, *, steps: int = 20) -> Profile:
         return {**mean, "step": (comm.now() - began) / count}
 
     try:
-        run(max(WARM, order.batches + 1 if order.batches <= 20 else WARM), timed=False)
+        run(max(WARM, fill, order.batches + 1 if order.batches <= 20 else WARM), timed=False)
         run(1, timed=True)  # programs with spans are bound when they are first used
         comm.restart_clocks()
         run(SETTLE, timed=False)

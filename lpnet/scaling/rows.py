@@ -18,19 +18,21 @@ class Row:
         ranks: MPI ranks.
         replicas: data replicas.
         modules: FDG or pipeline modules.
-        method: serial or mgrit.
-        settings: multigrid settings that differ from the base.
+        method: serial, mgrit, pipeline, data (replicas alone) or fdg.
+        settings: of the method, where they differ from the base.
         layers: depth.
         layers_per_rank: mean.
         seconds_per_step: of the slowest rank.
         speedup: against the fastest serial lpnet on the same network.
         efficiency: speed-up per rank; weak scaling: seconds of the fewest ranks / seconds.
-        bound: speed-up by the number of layer evaluations on the critical path alone.
+        bound: speed-up by the number of layer evaluations on the critical path alone, of whole batches.
         critical_path: these layer evaluations.
         communication: share of messages, waiting and reductions.
         loss: reached after the timed steps.
         gradient_error: relative, against exact propagation, after ten warm steps.
         cosine: with the exact gradient.
+        steps_ratio: steps to the loss of serial training / steps of serial training; 1 for an exact method.
+        speedup_to_loss: speed-up to that loss: speedup / steps_ratio.
         times: predicted (emulated) or measured.
         status: done, skipped, diverged, failed.
         reason: why it is not done.
@@ -54,6 +56,8 @@ class Row:
     loss: float | None = None
     gradient_error: float | None = None
     cosine: float | None = None
+    steps_ratio: float | None = None
+    speedup_to_loss: float | None = None
     times: str = ""
     status: str = "done"
     reason: str = ""
@@ -82,8 +86,10 @@ def derive(study: Study, found: Sequence[tuple[Cell, dict[str, Any]]]) -> list[R
             fewest[cell.label()] = min(fewest.get(cell.label(), (cell.ranks, seconds)), (cell.ranks, seconds))
     rows = []
     for cell, done in found:
-        common = (cell.ranks, cell.replicas, cell.modules, cell.method, cell.label().partition(" ")[2], cell.layers)
-        per_rank = cell.layers / cell.ranks
+        replicas = cell.ranks if cell.method == "data" else cell.replicas
+        modules = (cell.modules or cell.ranks // replicas) if cell.method == "fdg" else 1
+        common = (cell.ranks, replicas, modules, cell.method, cell.label().partition(" ")[2], cell.layers)
+        per_rank = cell.layers * replicas / cell.ranks
         if done["profile"] is None:
             rows.append(Row(*common, per_rank, status=done["status"], reason=done["reason"]))
             continue
@@ -92,7 +98,8 @@ def derive(study: Study, found: Sequence[tuple[Cell, dict[str, Any]]]) -> list[R
         efficiency = speedup / cell.ranks if speedup is not None else None
         if study.scaling == "weak":
             efficiency = fewest[cell.label()][1] / profile.seconds
-        path = profile.critical_path or 2 * cell.layers
+        path, bound = _bound(cell, profile.critical_path)
+        steps_ratio = 1.0 if cell.exact else done.get("steps_ratio")
         rows.append(
             Row(
                 *common,
@@ -100,15 +107,33 @@ def derive(study: Study, found: Sequence[tuple[Cell, dict[str, Any]]]) -> list[R
                 profile.seconds,
                 speedup,
                 efficiency,
-                2 * cell.layers / path,
+                bound,
                 path,
                 profile.communication,
                 profile.losses[1],
                 done["gradient_error"],
                 done["cosine"],
+                steps_ratio,
+                speedup / steps_ratio if speedup is not None and steps_ratio else None,
                 "predicted" if profile.predicted else "measured",
                 spans={name: sum(seconds) / profile.ranks for name, seconds in profile.spans.items()},
                 residuals=profile.residuals,
             )
         )
     return rows
+
+
+def _bound(cell: Cell, found: int | None) -> tuple[int | None, float | None]:
+    """Layer evaluations one after another, of a replica's samples, and the speed-up that they allow."""
+    whole = 2 * cell.layers
+    if cell.method == "serial":
+        return whole, 1.0
+    if cell.method == "data":
+        return whole, float(cell.ranks)
+    if cell.method == "mgrit":
+        path = found or whole
+        return path, cell.replicas * whole / path
+    if cell.method == "pipeline" and cell.microbatches is not None:
+        ranks, parts = cell.ranks // cell.replicas, cell.microbatches
+        return None, cell.replicas * ranks * parts / (parts + ranks - 1)
+    return None, None

@@ -19,7 +19,7 @@ import shlex
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +87,8 @@ def _key(study: Study, cell: Cell) -> str:
     """Everything that a cell's result depends on."""
     base = asdict(study.base)
     network = study.network.as_dict() if study.run == "emulated" else study.launch
-    parts = [cell.as_dict(), study.run, network, study.steps, study.gradient_error]
-    parts += [base[key] for key in ("seed", "model", "mgrit", "optim", "parallel")]
+    parts = [cell.as_dict(), study.run, network, study.steps, study.gradient_error, study.equal_loss]
+    parts += [base[key] for key in ("seed", "model", "mgrit", "fdg", "optim", "parallel")]
     parts.append(without_root(study.base.data))
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:12]
     return f"{cell.method}-{cell.layers}-{cell.ranks}-{digest}"
@@ -121,32 +121,57 @@ def _run(study: Study, cell: Cell, out: Path) -> dict[str, Any]:
         first, last = profile["losses"]
         if not math.isfinite(last) or last > RISE * first:
             return _nothing("diverged", f"the loss went from {first:.3g} to {last:.3g}")
-        wanted = study.gradient_error and cell.method == "mgrit"
-        inexact, cosine = _error(config) if wanted else (None, None)
+        inexact, cosine = _error(config) if study.gradient_error and cell.method == "mgrit" else (None, None)
+        ratio = _steps(config, study.equal_loss) if study.equal_loss and cell.method == "mgrit" else None
     except NumericsError as caught:
         return _nothing("diverged", str(caught))
     except UsageError as caught:
         return _nothing("skipped", str(caught))
     except LpnetError as caught:
         return _nothing("failed", str(caught))
-    return {"status": "done", "reason": "", "profile": profile, "gradient_error": inexact, "cosine": cosine}
+    return {
+        **_nothing("done", ""),
+        "profile": profile,
+        "gradient_error": inexact,
+        "cosine": cosine,
+        "steps_ratio": ratio,
+    }
 
 
 _ERRORS: dict[str, tuple[float, float]] = {}
+_STEPS: dict[str, float | None] = {}
 
 
 def _error(config: Config) -> tuple[float, float]:
-    """The gradient's error does not depend on the ranks: found once per setting."""
+    """The gradient's error does not depend on the ranks and replicas: found once per setting."""
     from lpnet.scaling.accuracy import gradient_error
 
-    key = repr(config)
+    alone = _alone(config)
+    key = repr(alone)
     if key not in _ERRORS:
-        _ERRORS[key] = gradient_error(config)
+        _ERRORS[key] = gradient_error(alone)
     return _ERRORS[key]
 
 
+def _steps(config: Config, steps: int) -> float | None:
+    """Steps to the loss of serial training, relative; found once per setting."""
+    from lpnet.scaling.accuracy import steps_to_loss
+
+    alone = _alone(config)
+    key = repr((alone, steps))
+    if key not in _STEPS:
+        _STEPS[key] = steps_to_loss(alone, steps=steps)
+    return _STEPS[key]
+
+
+def _alone(config: Config) -> Config:
+    """The same training on one rank."""
+    return replace(config, parallel=replace(config.parallel, replicas=1, partition="uniform"))
+
+
 def _nothing(status: str, reason: str) -> dict[str, Any]:
-    return {"status": status, "reason": reason, "profile": None, "gradient_error": None, "cosine": None}
+    blank = dict.fromkeys(("profile", "gradient_error", "cosine", "steps_ratio"))
+    return {"status": status, "reason": reason, **blank}
 
 
 def _measured(study: Study, cell: Cell, config: Config, out: Path) -> dict[str, Any]:

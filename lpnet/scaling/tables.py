@@ -23,6 +23,8 @@ _FORMATS = {
     "loss": "{:.4f}",
     "gradient_error": "{:.1e}",
     "cosine": "{:.4f}",
+    "steps_ratio": "{:.2f}",
+    "speedup_to_loss": "{:.2f}",
 }
 
 

@@ -109,20 +109,25 @@ class _Objective:
         self.rows = RowSum(self.shards, net.partition, starts=net.stack.starts)
         self.stop_requested = False
         self.step = 0  # trials of one step draw the same masks
-        self._objective: torch.Tensor | None = None
+        self._objectives: list[torch.Tensor] = []  # of the parts of the batch
 
     def forward(self, samples: Samples, batch: int | None) -> tuple[np.ndarray, list[np.ndarray]]:
         """Local loss and stop flag, and the regularisation's terms. Neighbour messages only."""
-        self._objective = None  # the graph of a rejected trial dies before the next forward
-        part, weight = self.net.grid.part(len(samples))  # of this data replica
-        self.net.begin_step(self.step, first=part.start)
-        logits = self.net.local_logits(samples.x[part], batch)
-        self._objective = logits
-        if self.net.is_last:
-            self._objective = torch.nn.functional.cross_entropy(logits, samples.y[part])
-            if self.net.grid.replicas > 1:
-                self._objective = self._objective * weight
-        loss = float(self._objective.detach()) / self.net.grid.replicas if self.net.is_last else 0.0
+        self._objectives = []  # the graphs of a rejected trial die before the next forward
+        net, replicas = self.net, self.net.grid.replicas
+        own, weight = net.grid.part(len(samples))  # of this data replica
+        parts = min(net.mgrit.microbatches, own.stop - own.start)
+        bounds = [own.start + (own.stop - own.start) * k // parts for k in range(parts + 1)]
+        for low, high in zip(bounds, bounds[1:], strict=False):
+            net.begin_step(self.step, first=low)
+            objective = net.local_logits(samples.x[low:high], batch if parts == 1 else None)
+            if net.is_last:
+                objective = torch.nn.functional.cross_entropy(objective, samples.y[low:high])
+                if replicas * parts > 1:
+                    objective = objective * (weight * (high - low) / (own.stop - own.start))
+            self._objectives.append(objective)
+        # read when all parts are on their way
+        loss = sum(float(objective.detach()) for objective in self._objectives) / replicas if net.is_last else 0.0
         return np.array([loss, float(self.stop_requested)]), self.regularization.terms()
 
     def counted(self, packed: np.ndarray) -> np.ndarray:
@@ -133,9 +138,9 @@ class _Objective:
         """Gradients of the latest forward in .grad, regularisation included. Neighbour messages only."""
         for shard in self.shards:
             shard.tensor.grad = None
-        assert self._objective is not None
-        self._objective.backward()
-        self._objective = None
+        # one pass: the parts in the reverse order on every rank, each parameter's gradient finished once
+        torch.autograd.backward(self._objectives)
+        self._objectives = []
         self.regularization.add_gradient()
 
     def first_problem(self, what: str, step: int, samples: Samples) -> NumericsError:

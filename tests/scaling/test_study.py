@@ -19,6 +19,7 @@ STUDY = """\
 name: small
 steps: 2
 gradient_error: true
+equal_loss: 4
 base:
   model: {layers: 16, width: 4}
   data: {train_samples: 40, validation_samples: 20}
@@ -26,8 +27,12 @@ base:
 grid:
 - {ranks: [2, 4, 32], levels: 2, coarsening: 4}
 - {method: [pipeline, fdg], ranks: 2}
-- {replicas: 2, ranks: 4}
+- {replicas: 2, ranks: [4, 5], levels: 2, coarsening: 4}
+- {method: data, ranks: [4, 64]}
+- {method: pipeline, replicas: 2, ranks: 4, microbatches: 3}
+- {method: fdg, modules: 2, replicas: 2, ranks: 4, shrink: 0.7}
 """
+SHORT = STUDY[: STUDY.index("- {method: [pipeline")] + "- {method: pipeline, ranks: 2, microbatches: 2}\n"
 
 
 @pytest.fixture
@@ -47,15 +52,22 @@ def test_a_study(study: Path, tmp_path: Path, capsys: Any) -> None:
     assert main(["study", str(study), "--out", str(out)]) == 0
     rows = table(out)
     assert tuple(rows[0]) == COLUMNS
-    assert [(row["method"], row["ranks"], row["status"]) for row in rows] == [
-        ("serial", "1", "done"), ("mgrit", "2", "done"), ("mgrit", "4", "done"), ("mgrit", "32", "skipped"),
-        ("pipeline", "2", "skipped"), ("fdg", "2", "skipped"), ("mgrit", "4", "skipped"),
-    ]
-    assert [row["reason"][:44] for row in rows[3:]] == [
-        "16 layers cannot be shared by 32 ranks; use ", "pipeline is not in this version of lpnet, wh",
-        "fdg is not in this version of lpnet, which h", "replicas is not in this version of lpnet, wh",
-    ]
-    assert all(row["seconds_per_step"] == row["speedup"] == row["loss"] == "" for row in rows[3:])
+    assert [(row["method"], row["ranks"], row["replicas"], row["modules"], row["status"]) for row in rows] == [
+        ("serial", "1", "1", "1", "done"), ("mgrit", "2", "1", "1", "done"), ("mgrit", "4", "1", "1", "done"),
+        ("mgrit", "32", "1", "1", "skipped"), ("pipeline", "2", "1", "1", "done"), ("fdg", "2", "1", "2", "done"),
+        ("mgrit", "4", "2", "1", "done"), ("mgrit", "5", "2", "1", "skipped"), ("data", "4", "4", "1", "done"),
+        ("data", "64", "64", "1", "skipped"), ("pipeline", "4", "2", "1", "done"), ("fdg", "4", "2", "2", "done"),
+    ]  # fmt: skip
+    reasons = {row["ranks"]: row["reason"] for row in rows if row["status"] == "skipped"}
+    assert reasons["32"].startswith("16 layers cannot be shared by 32 ranks; use ")
+    assert reasons["5"].startswith("2 replicas x 1 modules do not fit 5 ranks; the nearest grid is ")
+    assert reasons["64"] == "64 replicas cannot share a batch of 40 samples"
+    skipped = [row for row in rows if row["status"] == "skipped"]
+    assert all(row["seconds_per_step"] == row["speedup"] == row["loss"] == "" for row in skipped)
+    exact = [row for row in rows if row["method"] in ("data", "pipeline") and row["status"] == "done"]
+    assert all(float(row["loss"]) == pytest.approx(float(rows[0]["loss"]), rel=1e-4) for row in exact)
+    assert all(row["steps_ratio"] == "1.0" and row["speedup_to_loss"] == row["speedup"] for row in exact)
+    assert float(rows[10]["bound"]) == 2 * 2 * 3 / 4 and float(rows[8]["bound"]) == 4
     assert float(rows[0]["speedup"]) == 1 and float(rows[0]["bound"]) == 1
     for row in rows[1:3]:
         assert row["times"] == "predicted" and 0 < float(row["communication"]) < 1
@@ -63,6 +75,8 @@ def test_a_study(study: Path, tmp_path: Path, capsys: Any) -> None:
             float(rows[0]["seconds_per_step"]) / float(row["seconds_per_step"]))
         assert float(row["efficiency"]) == pytest.approx(float(row["speedup"]) / int(row["ranks"]))
         assert float(row["gradient_error"]) < 0.1 and float(row["cosine"]) > 0.99
+        assert 0.5 < float(row["steps_ratio"]) < 2
+        assert float(row["speedup_to_loss"]) == pytest.approx(float(row["speedup"]) / float(row["steps_ratio"]))
     assert rows[1]["loss"] == rows[2]["loss"]  # the same numbers on any number of ranks
     content = json.loads((out / "study.json").read_text())
     assert content["network"]["name"] == "infiniband" and len(content["rows"][1]["residuals"]) == 3
@@ -73,6 +87,7 @@ def test_a_study(study: Path, tmp_path: Path, capsys: Any) -> None:
 
 
 def test_an_interrupted_study_goes_on(study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    study.write_text(SHORT)
     out, ran = tmp_path / "out", []
     real = studies.bench
 
@@ -88,26 +103,26 @@ def test_an_interrupted_study_goes_on(study: Path, tmp_path: Path, monkeypatch: 
     assert ran == [(1,), (2,)] and not (out / "study.csv").exists()
     ran.clear()
     studies.run_study(read_study(str(study)), out)
-    assert ran == [(4,)]
+    assert ran == [(4,), (2,)]
     ran.clear()
     studies.run_study(read_study(str(study)), out)
     assert ran == []
-    study.write_text(STUDY.replace("steps: 2", "steps: 3"))  # another study: everything anew
+    study.write_text(SHORT.replace("steps: 2", "steps: 3"))  # another study: everything anew
     with pytest.raises(KeyboardInterrupt):
         studies.run_study(read_study(str(study)), out)
     assert ran == [(1,), (2,)]
 
 
 def test_divergence_is_marked_and_not_drawn(study: Path, tmp_path: Path) -> None:
-    study.write_text(STUDY.replace("grid:", "  optim: {name: sgd, lr: 1e6}\ngrid:"))
+    study.write_text(SHORT.replace("grid:", "  optim: {name: sgd, lr: 1e6}\ngrid:"))
     rows = studies.run_study(read_study(str(study)), tmp_path / "out")
-    assert {row.status for row in rows[:3]} == {"diverged"}
+    assert [row.status for row in rows] == ["diverged"] * 3 + ["skipped", "diverged"]
     assert all(row.speedup is None and row.reason for row in rows)
     assert not (tmp_path / "out" / "speedup.png").exists()
 
 
 def test_weak_scaling(study: Path, tmp_path: Path) -> None:
-    text = STUDY[: STUDY.index("grid:")].replace("steps: 2", "steps: 2\nscaling: weak")
+    text = SHORT[: SHORT.index("grid:")].replace("steps: 2", "steps: 2\nscaling: weak")
     study.write_text(text + "grid: {ranks: [2, 4, 8], layers_per_rank: 4, levels: 2, coarsening: 4}\n")
     rows = studies.run_study(read_study(str(study)), tmp_path / "out")
     assert [(row.method, row.layers, row.ranks) for row in rows] == [
@@ -119,15 +134,16 @@ def test_weak_scaling(study: Path, tmp_path: Path) -> None:
 
 
 def test_measured_cells_are_launched(study: Path, tmp_path: Path, mpirun: Any) -> None:
-    study.write_text(STUDY.replace("gradient_error: true\n", "").replace("[2, 4, 32]", "[2, 32]"))
+    study.write_text(SHORT.replace("gradient_error: true\nequal_loss: 4\n", "").replace("[2, 4, 32]", "[2, 32]"))
     flags = ["--run", "measured", "--launch", "mpirun -n {ranks}"]
     done = mpirun(0, "lpnet", "study", study, "--out", tmp_path / "out", *flags, timeout=150)
     assert done.returncode == 0, done.stderr
     rows = table(tmp_path / "out")
-    assert [row["status"] for row in rows] == ["done"] * 2 + ["skipped"] * 4
-    assert {row["times"] for row in rows[:2]} == {"measured"}
+    assert [row["status"] for row in rows] == ["done", "done", "skipped", "done"]
+    assert {row["times"] for row in rows if row["status"] == "done"} == {"measured"}
     emulated = studies.run_study(replace(read_study(str(study)), run="emulated"), tmp_path / "emulated")
-    assert [float(row["loss"]) for row in rows[:2]] == [row.loss for row in emulated[:2]]
+    done = [row.loss for row in emulated if row.loss is not None]
+    assert [float(row["loss"]) for row in rows if row["loss"]] == done
 
 
 @pytest.mark.parametrize(("old", "new", "message"), [
@@ -137,7 +153,9 @@ def test_measured_cells_are_launched(study: Path, tmp_path: Path, mpirun: Any) -
     ("steps: 2", "scaling: hard", "scaling is 'hard'; expected strong or weak"),
     ("levels: 2", "level: 2", "grid: unknown key 'level'; did you mean levels?"),
     ("ranks: [2, 4, 32]", "ranks: two", "ranks is 'two'"),
-    ("[pipeline, fdg]", "magic", "no method 'magic'; known: serial, mgrit, fdg"),
+    ("[pipeline, fdg]", "magic", "no method 'magic'; known: serial, mgrit, pipeline, data, fdg"),
+    ("equal_loss: 4", "equal_loss: many", "equal_loss is 'many'; expected a number of training steps"),
+    ("microbatches: 3", "microbatches: 0", "microbatches is 0"),
     ("width: 4", "widht: 4", "widht"),
 ])
 def test_bad_studies(study: Path, tmp_path: Path, capsys: Any, old: str, new: str, message: str) -> None:
