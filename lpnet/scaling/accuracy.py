@@ -5,6 +5,7 @@ At random initialisation everything looks perfect and proves nothing; so the com
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -16,6 +17,9 @@ from lpnet.mgrit.layer_parallel import LayerParallel
 from lpnet.mgrit.network import build_network
 from lpnet.nn.models import DTYPES
 from lpnet.optim.rows import trainable
+from lpnet.parallel.comm import Comm
+from lpnet.train.build import build
+from lpnet.train.decoupled import DecoupledNet
 from lpnet.train.strategies import make_strategy
 
 
@@ -70,6 +74,29 @@ def steps_to_loss(config: Config, *, steps: int = 20, most: int = 500) -> float 
     # between two steps the loss is taken to fall evenly
     part = (found[-2] - wanted) / (found[-2] - found[-1])
     return (len(found) - 2 + part) / steps
+
+
+def stale_error(config: Config, *, most: int = 128) -> tuple[float, float]:
+    """Relative error and cosine of delayed gradients on the module where they are worst, all modules on one rank.
+
+    A gradient that lands is compared with that of backpropagation for the weights of that tick; it differs in direction
+    alone as much as the cosine says.
+
+    Args:
+        config: the run, method fdg.
+        most: samples of the batch that are used.
+    """
+    data, samples = _few(config, most)
+    config = replace(config, fdg=replace(config.fdg, staleness_every=1))
+    order = BatchOrder(len(samples), None, config.seed, "fixed")
+    net, strategy, _ = build(config, replace(data, train=samples), order, Comm())
+    assert isinstance(net, DecoupledNet)
+    found: list[float] = []
+    for _ in range(4 * net.inner.modules + 4):
+        measured = strategy.step(samples, 0).measured
+        found += [cosine for cosine in measured.cosine if math.isfinite(cosine)] if measured is not None else []
+    worst = min(found, default=1.0)
+    return math.sqrt(max(2 - 2 * worst, 0.0)), worst
 
 
 def _few(config: Config, most: int) -> tuple[Data, Samples]:

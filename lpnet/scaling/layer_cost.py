@@ -11,15 +11,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
+import torch
+
 from lpnet.config import Config
 from lpnet.data.batches import BatchOrder
 from lpnet.data.samples import Data, load
+from lpnet.fdg.cuts import UnitCost
+from lpnet.fdg.cuts import measure as time_units
 from lpnet.mgrit.cycle import Action, Cycle, Edges
 from lpnet.mgrit.hierarchy import Hierarchy
 from lpnet.mgrit.network import build_network
 from lpnet.mgrit.problems import AdjointProblem, StateProblem
 from lpnet.mgrit.propagator import Propagator
 from lpnet.nn.models import DTYPES
+from lpnet.train.decoupled import sample_layout, units
 
 LAYERS = 16  # of the network that is measured
 RUNS = 7
@@ -76,11 +81,31 @@ class Costs:
         at_batch: per layer at the run's batch.
         floor: seconds of a layer's training step without samples.
         each: further seconds per sample.
+        small: per layer at an eighth of the batch; None: as if all costs grew with the samples alone.
     """
 
     at_batch: LayerCost
     floor: float
     each: float
+    small: LayerCost | None = None
+
+    def at(self, samples: int) -> LayerCost:
+        """Costs per layer at any batch size, on a straight line through the two measured ones."""
+        full, low = self.at_batch, self.small
+        if samples == full.samples:
+            return full
+
+        def between(key: str) -> float:
+            high = float(getattr(full, key))
+            if low is None or low.samples == full.samples:
+                return high * samples / full.samples
+            rest = float(getattr(low, key))
+            slope = max(high - rest, 0.0) / (full.samples - low.samples)
+            floor = max(rest - slope * low.samples, 0.0)
+            return floor + slope * samples
+
+        costs = {key: between(key) for key in ("evaluate", "advance", "pull", "gradient", "copy")}
+        return LayerCost(samples, **costs, payload=full.payload * samples // full.samples)
 
     @property
     def half_batch(self) -> float:
@@ -91,12 +116,37 @@ class Costs:
 def measure(config: Config) -> Costs:
     """Time the layers of a configuration on this processor, one thread. No communication."""
     data = load(config.data, config.seed, DTYPES[config.model.dtype])
-    order = BatchOrder(len(data.train), config.data.batch_size, config.seed, "fixed")
-    samples = len(data.train) if order.full else int(config.data.batch_size or len(data.train))
+    samples = _samples(config, data)
     small = max(samples // 8, 1)
     full, part = (_at(config, data, count) for count in (samples, small))
     each = max(full.step - part.step, 0.0) / max(samples - small, 1)
-    return Costs(full, max(full.step - each * samples, 0.0), each)
+    return Costs(full, max(full.step - each * samples, 0.0), each, part)
+
+
+def batch_size(config: Config) -> int:
+    """Samples per step. No communication."""
+    return _samples(config, load(config.data, config.seed, DTYPES[config.model.dtype]))
+
+
+def _samples(config: Config, data: Data) -> int:
+    order = BatchOrder(len(data.train), config.data.batch_size, config.seed, "fixed")
+    return len(data.train) if order.full else int(config.data.batch_size or len(data.train))
+
+
+def measure_units(config: Config) -> tuple[UnitCost, ...]:
+    """Time the units of a network of units on one batch, one thread. No communication."""
+    data = load(config.data, config.seed, DTYPES[config.model.dtype])
+    first = data.train.take(torch.arange(_samples(config, data)))
+    network, narrow = units(config, data), config.model.dtype == "bfloat16"
+    dtype = torch.float64 if config.model.dtype == "float64" else torch.float32
+    found = time_units(
+        dict(sample_layout(network.to(dtype)).named_children()),
+        sample_layout(first.x.to(dtype)),
+        first.y,
+        torch.nn.functional.cross_entropy,
+        autocast=torch.bfloat16 if narrow else None,
+    )
+    return tuple(found)
 
 
 def _at(config: Config, data: Data, samples: int) -> LayerCost:

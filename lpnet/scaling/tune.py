@@ -1,69 +1,35 @@
-"""The planner: which method, how many ranks and which grids for a configuration, explained in a table.
+"""The planner: which method, how many ranks, replicas and grids for a configuration, explained in a table.
 
-    1  measure what a layer costs here, at the run's batch
-    2  rank all grids by a formula, the best by an event simulation of the recorded cycle with these costs
-    3  emulate the best few, and measure the gradient error of those that are inexact
+    1  measure what a layer, or a unit, costs here, at the run's batch and at a part of it
+    2  predict replicas, exact pipelines, multigrid, decoupled modules and their mixes from these costs
+    3  emulate the best of each kind, and measure the gradient error of those that are inexact
     4  take the fastest that is accurate enough; an exact method wherever it is as fast
 
-This version has serial training and multigrid over the layers. Nothing here talks to other processes.
+Nothing here talks to other processes.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lpnet.config import MGRIT, Config
-from lpnet.errors import NumericsError, UsageError
-from lpnet.mgrit.hierarchy import build, direction
-from lpnet.mgrit.plan import memory_bytes, partition_of
-from lpnet.mgrit.programs import parts, record, simulate
+from lpnet.config import MGRIT, RESNETS, Config
+from lpnet.errors import LpnetError, UsageError
+from lpnet.mgrit.plan import partition_of
 from lpnet.parallel.interconnect import NetworkModel, named
-from lpnet.scaling.accuracy import gradient_error
+from lpnet.scaling.accuracy import gradient_error, stale_error
+from lpnet.scaling.candidates import Measured, Plan, every, multigrid, serial
 from lpnet.scaling.emulated import Request, bench
-from lpnet.scaling.layer_cost import Costs, measure, program_cycles
+from lpnet.scaling.layer_cost import Costs, batch_size, measure, measure_units
 
-FACTORS = (2, 4, 8, 16, 32)
-SIMULATED, EMULATED = 10, 3
+EMULATED = {"data": 1, "pipeline": 2, "mgrit": 4, "fdg": 1}
+"""Candidates of each kind that are emulated."""
+NEAR = 3.0  # of them those whose predicted time is within this factor of the best
 CLOSE = 1.05  # an exact method within 5 % of the fastest is taken
 STEPS = 3
-
-
-@dataclass(frozen=True)
-class Plan:
-    """One way to run, and what is known of it.
-
-    Args:
-        config: the run.
-        ranks: of which how many are used.
-        model_seconds: of a step, by event simulation.
-        emulated_seconds: of a step, by emulation; None where it was not among the best.
-        gradient_error: relative; 0 for an exact method, None where it was not measured.
-        memory: bytes of the fullest rank.
-    """
-
-    config: Config
-    ranks: int
-    model_seconds: float
-    emulated_seconds: float | None = None
-    gradient_error: float | None = None
-    memory: int = 0
-
-    @property
-    def exact(self) -> bool:
-        """Whether it computes the gradient of serial training."""
-        return self.config.method == "serial" or self.config.mgrit.levels == 1
-
-    def label(self) -> str:
-        """Method and grids."""
-        if self.config.method == "serial":
-            return "serial"
-        m = self.config.mgrit
-        grids = m.coarsening if isinstance(m.coarsening, list) else [m.coarsening] * (m.levels - 1)
-        return f"mgrit {m.levels} levels, coarsening {'-'.join(map(str, grids))}, relaxation {m.relaxation}"
+SHOWN = 4  # candidates in the table that were not emulated
 
 
 @dataclass(frozen=True)
@@ -73,28 +39,31 @@ class Choice:
     Args:
         best: the plan to run.
         plans: all that were emulated, and the best that were not.
-        costs: of a layer.
+        costs: of a layer; None for a network of units.
         network: of the messages.
         most_error: bound on the gradient error.
     """
 
     best: Plan
     plans: tuple[Plan, ...]
-    costs: Costs
+    costs: Costs | None
     network: NetworkModel
     most_error: float
 
     def table(self) -> str:
         """The choice explained."""
-        costs = self.costs
+        costs, lines = self.costs, []
         ranks = max(plan.ranks for plan in self.plans)
-        lines = [
-            f"a layer's training step takes {costs.at_batch.step * 1e6:.1f} us at {costs.at_batch.samples} samples: "
-            f"{costs.floor * 1e6:.1f} us and {costs.each * 1e9:.2f} ns per sample (equal at {costs.half_batch:.0f} "
-            "samples)",
+        if costs is not None:
+            lines += [
+                f"a layer's training step takes {costs.at_batch.step * 1e6:.1f} us at {costs.at_batch.samples} "
+                f"samples: {costs.floor * 1e6:.1f} us and {costs.each * 1e9:.2f} ns per sample (equal at "
+                f"{costs.half_batch:.0f} samples)"
+            ]
+        lines += [
             f"predicted on {self.network.describe()}",
             "",
-            f"{'':2}{'ranks':>6} {'simulated ms':>13} {'emulated ms':>12} {'gradient error':>15} {'MiB':>8}  method",
+            f"{'':2}{'ranks':>6} {'from costs ms':>13} {'emulated ms':>12} {'gradient error':>15} {'MiB':>8}  method",
         ]
         for plan in self.plans:
             emulated = "" if plan.emulated_seconds is None else f"{plan.emulated_seconds * 1e3:.3f}"
@@ -104,7 +73,7 @@ class Choice:
                 f"{mark:2}{plan.ranks:>6} {plan.model_seconds * 1e3:13.3f} {emulated:>12} {error:>15} "
                 f"{plan.memory / 2**20:8.1f}  {plan.label()}"
             )
-        lines += ["", self._why(), "data replicas, pipelines and decoupled modules are not in this version"]
+        lines += ["", self._why()]
         if self.best.ranks < ranks:
             lines.append(f"more than {self.best.ranks} rank(s) do not make it faster: start it on {self.best.ranks}")
         return "\n".join(lines)
@@ -113,9 +82,9 @@ class Choice:
         best = self.best
         if best.exact:
             return f"chosen: {best.label()} on {best.ranks} rank(s), because nothing inexact is more than 5 % faster"
-        serial = next(plan for plan in self.plans if plan.config.method == "serial")
-        assert best.emulated_seconds is not None and serial.emulated_seconds is not None
-        gain = serial.emulated_seconds / best.emulated_seconds
+        alone = next(plan for plan in self.plans if plan.family == "serial")
+        assert best.emulated_seconds is not None and alone.emulated_seconds is not None
+        gain = alone.emulated_seconds / best.emulated_seconds
         return (
             f"chosen: {best.label()} on {best.ranks} ranks: {gain:.2f} times as fast as serial, inexact (error "
             f"{best.gradient_error:.1e}, allowed {self.most_error:g})"
@@ -123,7 +92,7 @@ class Choice:
 
 
 def tune(config: Config, ranks: int, network: NetworkModel, *, most_error: float = 0.1) -> Choice:
-    """Choose method, ranks and grids. Emulates; no communication with other processes.
+    """Choose method, ranks, replicas and grids. Emulates; no communication with other processes.
 
     Args:
         config: the run; its own multigrid settings are one of the candidates.
@@ -134,29 +103,51 @@ def tune(config: Config, ranks: int, network: NetworkModel, *, most_error: float
     Raises:
         UsageError: more ranks than layers.
     """
-    partition_of(config, ranks)
-    costs = measure(config)
-    serial = replace(config, method="serial")
-    plans = [_judged(serial, 1, costs, network)]
-    own = replace(config, method="mgrit", mgrit=_warm(config.mgrit))
+    stack = config.model.name not in RESNETS
+    if stack:
+        partition_of(config, ranks)
+        costs = measure(config)
+        found = Measured(costs, (), costs.at_batch.samples, network)
+    else:
+        costs = None
+        found = Measured(None, measure_units(config), batch_size(config), network)
+    config = replace(config, mgrit=_warm(config.mgrit))
     counts = sorted({max(ranks // share, 1) for share in (1, 2, 4)} - {1}, reverse=True)
-    inexact = [_judged(own, ranks, costs, network)] if ranks > 1 and own.mgrit.levels > 1 else []
-    for count in counts:
-        grids = sorted(_grids(config.model.layers), key=lambda c: _formula(config.model.layers, count, c))
-        for grid in grids[:SIMULATED]:
-            mgrit = replace(own.mgrit, levels=len(grid) + 1, coarsening=list(grid), adjoint={})
-            inexact.append(_judged(replace(own, mgrit=mgrit), count, costs, network))
-    inexact[1:] = sorted(inexact[1:], key=lambda plan: plan.model_seconds)
-    finalists = [*plans, *inexact[: EMULATED + 1]]
+    candidates = [plan for count in counts for plan in every(config, count, found)]
+    candidates.sort(key=lambda plan: plan.model_seconds)
+    finalists = [serial(config, found)]
+    if stack and ranks > 1 and config.mgrit.levels > 1:
+        finalists.append(multigrid(config, ranks, 1, found))  # the configuration as it is
+    finalists += [plan for plan in _finalists(candidates) if plan not in finalists]
     emulated = [_emulated(plan, network) for plan in finalists]
-    usable = [plan for plan in emulated if plan.gradient_error is not None and plan.gradient_error <= most_error]
-    fastest = min(usable, key=lambda plan: plan.emulated_seconds or math.inf)
-    exact = [plan for plan in usable if plan.exact]
-    close = [p for p in exact if (p.emulated_seconds or math.inf) <= CLOSE * (fastest.emulated_seconds or math.inf)]
-    best = close[0] if close else fastest
-    rest = tuple(inexact[EMULATED + 1 : EMULATED + 4])
+    best = choose(emulated, most_error)
     ranked = sorted(emulated, key=lambda plan: plan.emulated_seconds or math.inf)
+    rest = [plan for plan in candidates if plan not in finalists][:SHOWN]
     return Choice(best, (*ranked, *rest), costs, network, most_error)
+
+
+def choose(plans: Sequence[Plan], most_error: float) -> Plan:
+    """The fastest that is accurate enough; an exact one wherever it is as fast. No communication.
+
+    Args:
+        plans: emulated; those that diverged have neither time nor error.
+        most_error: largest gradient error.
+    """
+    usable = [plan for plan in plans if plan.gradient_error is not None and plan.gradient_error <= most_error]
+    by_time = sorted(usable, key=lambda plan: plan.emulated_seconds or math.inf)
+    limit = CLOSE * (by_time[0].emulated_seconds or math.inf)
+    return next((plan for plan in by_time if plan.exact and (plan.emulated_seconds or math.inf) <= limit), by_time[0])
+
+
+def _finalists(candidates: Sequence[Plan]) -> list[Plan]:
+    """The best few of each kind, without those that are far behind."""
+    left, taken = dict(EMULATED), []
+    for plan in candidates:
+        near = plan.model_seconds <= NEAR * candidates[0].model_seconds
+        if left[plan.family] and (near or left[plan.family] == EMULATED[plan.family]):
+            left[plan.family] -= 1
+            taken.append(plan)
+    return taken
 
 
 def _warm(mgrit: MGRIT) -> MGRIT:
@@ -170,62 +161,23 @@ def _warm(mgrit: MGRIT) -> MGRIT:
     )
 
 
-def _grids(layers: int) -> list[tuple[int, ...]]:
-    """Coarsening factors of two to five levels that leave at least two points."""
-    found = [c for depth in range(1, 5) for c in itertools.product(FACTORS, repeat=depth)]
-    return [c for c in found if math.prod(c) * 2 <= layers]
-
-
-def _formula(layers: int, ranks: int, grid: Sequence[int]) -> float:
-    """Layer evaluations one after another of an iteration, roughly: three sweeps of the finest level, two of the
-    others, the coarsest one in a row; an interval is never shared."""
-    total, local, points = 0.0, layers / ranks, float(layers)
-    for level, c in enumerate(grid):
-        sweeps = 3 if level == 0 else 2
-        total += sweeps * max(local, c)
-        local, points = local / c, points / c
-    return total + 2 * points
-
-
-def _judged(config: Config, ranks: int, costs: Costs, network: NetworkModel) -> Plan:
-    """A plan with its simulated time and its memory."""
-    layers, cost = config.model.layers, costs.at_batch
-    partition = partition_of(config, ranks)
-    seconds = cost.gradient * math.ceil(layers / ranks)
-    if config.method == "serial":
-        seconds = cost.step * layers
-    else:
-        hierarchy = build(layers, config.mgrit)
-        for adjoint, iterations in (
-            (False, config.mgrit.forward_iterations or 2),
-            (True, config.mgrit.adjoint_iterations or 1),
-        ):
-            levels, _ = direction(hierarchy, config.mgrit, adjoint)
-            cycles = program_cycles(levels, config, ranks)
-            names = parts(iterations, coarse_start=False, levels=len(levels.levels))
-            programs = [[action for name in names for action in record(cycle, name)] for cycle in cycles]
-            seconds += max(
-                simulate(
-                    programs,
-                    cycles,
-                    lambda action, adjoint=adjoint: cost.of(  # type: ignore[misc]
-                        action, adjoint=adjoint, overhead=network.send_overhead_s
-                    ),
-                    lambda source, dest: network.flight(source, dest, cost.payload),
-                )
-            )
-        seconds += network.collective(range(ranks), 1024)
-    return Plan(config, ranks, seconds, memory=sum(memory_bytes(config, partition, cost.samples)))
-
-
 def _emulated(plan: Plan, network: NetworkModel) -> Plan:
-    """The plan with its emulated time and its gradient error; one that diverges has neither."""
+    """The plan with its emulated time and its gradient error; one that diverges or is refused has neither."""
     try:
         seconds = bench(plan.config, Request((plan.ranks,), network), steps=STEPS)[0].seconds
-        error = 0.0 if plan.exact else gradient_error(plan.config)[0]
-    except NumericsError:
+        error = 0.0 if plan.exact else _error(plan)
+    except LpnetError:
+        if plan.family == "serial":
+            raise
         return plan
     return replace(plan, emulated_seconds=seconds, gradient_error=error)
+
+
+def _error(plan: Plan) -> float:
+    """Relative gradient error, which does not depend on the ranks and replicas: found on one rank."""
+    parallel = replace(plan.config.parallel, replicas=1)
+    config = replace(plan.config, parallel=parallel)
+    return (stale_error if plan.family == "fdg" else gradient_error)(config)[0]
 
 
 def tune_as_asked(config: Config, options: Mapping[str, str], to_yaml: Callable[[Config], str]) -> str:

@@ -110,10 +110,10 @@ def _sums(
         x, y = part.x, part.y
         if interrupted is not None and net.world.sum(np.array([float(interrupted())]))[0]:
             return None
-        part, weight = net.grid.part(len(x))
+        own, weight = net.grid.part(len(y))
         if weight == 0.0:
             continue
-        x, y = x[part], y[part]
+        x, y = x[own], y[own]
         logits = _evaluate(net, x)
         if logits is not None:
             correct += int((logits.argmax(1) == y).sum())

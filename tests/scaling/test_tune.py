@@ -15,7 +15,10 @@ from lpnet.mgrit.hierarchy import build
 from lpnet.mgrit.programs import critical_path, parts, record, simulate
 from lpnet.parallel.interconnect import named
 from lpnet.scaling import tune as planner
-from lpnet.scaling.layer_cost import LayerCost, measure, program_cycles
+from lpnet.scaling.candidates import Measured, Plan, grids, multigrid
+from lpnet.scaling.candidates import every as every_candidate
+from lpnet.scaling.layer_cost import Costs, LayerCost, measure, program_cycles
+from lpnet.train.build import check
 
 INFINIBAND = named("infiniband")
 
@@ -50,34 +53,67 @@ def test_costs_of_a_layer() -> None:
     assert costs.floor + 2000 * costs.each == pytest.approx(costs.at_batch.step, rel=0.01)
 
 
-def fake(monkeypatch: pytest.MonkeyPatch, scale: float) -> None:
-    """Costs and times of a made-up processor, so that the choice is the same every day."""
-    cost = LayerCost(100, 20e-6 * scale, 10e-6 * scale, 20e-6 * scale, 10e-6 * scale, 2e-6 * scale, 8000)
+def fake(monkeypatch: pytest.MonkeyPatch, scale: float, floor: float = 0.5) -> None:
+    """Costs and times of a made-up processor, so that the choice is the same every day.
 
-    def emulated(plan: planner.Plan, network: Any) -> planner.Plan:
-        error = 0.0 if plan.exact else 0.01 * plan.config.mgrit.levels
+    Args:
+        monkeypatch: of the test.
+        scale: of all costs.
+        floor: share of the cost of a whole batch that a batch of one sample has too.
+    """
+    seconds = (20e-6, 10e-6, 20e-6, 10e-6, 2e-6)
+    cost = LayerCost(50, *(value * scale for value in seconds), 8000)
+    share = floor + (1 - floor) / 8
+    small = LayerCost(6, *(value * scale * share for value in seconds), 960)
+
+    def emulated(plan: Plan, network: Any) -> Plan:
+        error = 0.0 if plan.exact else 0.5 if plan.family == "fdg" else 0.01 * plan.config.mgrit.levels
         return replace(plan, emulated_seconds=plan.model_seconds, gradient_error=error)
 
-    monkeypatch.setattr(planner, "measure", lambda config: planner.Costs(cost, 1e-5 * scale, 5e-7 * scale))
+    made = Costs(cost, cost.step * floor, cost.step * (1 - floor) / 50, small)
+    monkeypatch.setattr(planner, "measure", lambda config: made)
     monkeypatch.setattr(planner, "_emulated", emulated)
 
 
+def measured(run: Config) -> Measured:
+    costs = planner.measure(run)
+    return Measured(costs, (), costs.at_batch.samples, INFINIBAND)
+
+
 def test_within_ten_percent_of_a_full_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake(monkeypatch, 1.0)
+    fake(monkeypatch, 1.0, floor=0.95)  # replicas do not pay
     for layers, ranks in ((64, 8), (128, 32), (256, 16)):
         run = config(layers=layers)
         choice = planner.tune(run, ranks, INFINIBAND)
-        grids = [g for g in planner._grids(layers) if len(g) < 4]
+        warm = planner._warm(run.mgrit)
         every = [
-            planner._judged(
-                replace(run, mgrit=replace(planner._warm(run.mgrit), levels=len(g) + 1, coarsening=list(g))),
-                ranks, planner.measure(run), INFINIBAND,
-            ).model_seconds
-            for g in grids
-        ]
+            multigrid(replace(run, mgrit=replace(warm, levels=len(g) + 1, coarsening=list(g))), ranks, replicas,
+                      measured(run)).model_seconds
+            for g in grids(layers) if len(g) < 4 for replicas in (1, 2)
+        ]  # fmt: skip
         assert choice.best.model_seconds <= 1.1 * min(every), (layers, ranks, choice.best.label())
-        default = choice.plans[[plan.config.mgrit.coarsening for plan in choice.plans].index(4)]
+        default = next(plan for plan in choice.plans if plan.config.mgrit.coarsening == 4 and plan.family == "mgrit")
         assert choice.best.model_seconds <= default.model_seconds
+
+
+def test_a_large_batch_is_shared_by_replicas_or_a_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake(monkeypatch, 1.0, floor=0.0)  # half the samples, half the time
+    choice = planner.tune(config(layers=64, samples=50), 8, INFINIBAND)
+    assert choice.best.exact and choice.best.family in ("data", "pipeline") and choice.best.ranks == 8
+    assert choice.best.config.parallel.replicas in (2, 4, 8)
+    text = choice.table()
+    assert "because nothing inexact is more than 5 % faster" in text
+    assert all(f" {family}" in text for family in ("serial", "data", "pipeline", "mgrit", "fdg"))
+
+
+def test_a_mix_of_replicas_and_multigrid(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake(monkeypatch, 1.0, floor=0.25)
+    choice = planner.tune(config(layers=512, samples=50), 128, INFINIBAND)
+    best = choice.best
+    assert best.family == "mgrit" and 1 < best.config.parallel.replicas < 128
+    serial = next(plan for plan in choice.plans if plan.family == "serial")
+    alone = [plan for plan in choice.plans if plan.family == "mgrit" and plan.config.parallel.replicas == 1]
+    assert best.model_seconds < min(plan.model_seconds for plan in alone) < serial.model_seconds
 
 
 def test_exact_where_it_is_as_fast(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,8 +126,35 @@ def test_exact_where_it_is_as_fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_too_large_an_error_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     fake(monkeypatch, 1.0)
-    choice = planner.tune(config(layers=128), 32, INFINIBAND, most_error=0.001)
-    assert choice.best.config.method == "serial"
+    assert planner.tune(config(layers=128), 32, INFINIBAND, most_error=0.001).best.exact
+
+
+def test_candidates_run_as_they_are_described() -> None:
+    run = config(layers=8, samples=15)
+    found = measured(run)
+    families = set()
+    for plan in every_candidate(run, 4, found):
+        check(plan.config, plan.ranks)
+        families.add((plan.family, plan.config.parallel.replicas))
+        assert plan.model_seconds > 0 and plan.memory > 0
+    expected = {"pipeline": (1, 2), "mgrit": (1, 2), "fdg": (1, 2), "data": (4,)}
+    assert families == {(family, replicas) for family, counts in expected.items() for replicas in counts}
+
+
+def test_a_network_of_units() -> None:
+    from lpnet.fdg.cuts import UnitCost
+
+    model = ModelConfig(name="resnet_cifar", depth=8)
+    run = Config(method="fdg", model=model, data=DataConfig(name="cifar10", root="."))
+    units = tuple(UnitCost(f"unit{i}", 1e-3, 2e-3, parameters=4000, output=100) for i in range(6))
+    plans = every_candidate(run, 6, Measured(None, units, 64, INFINIBAND))
+    assert {plan.family for plan in plans} == {"data", "pipeline", "fdg"}
+    fastest = {plan.family: plan for plan in reversed(plans)}
+    whole = 6 * 3e-3
+    assert fastest["fdg"].model_seconds == pytest.approx(whole / 6, rel=0.05)
+    assert fastest["data"].model_seconds == pytest.approx(whole / 6, rel=0.05)
+    for plan in plans:
+        check(plan.config, plan.ranks)
 
 
 def test_the_command(tmp_path: Path, capsys: Any) -> None:
@@ -104,11 +167,10 @@ def test_the_command(tmp_path: Path, capsys: Any) -> None:
     text = capsys.readouterr().out
     assert "a layer's training step takes" in text and "-> " in text and "chosen: " in text and "serial" in text
     tuned = from_yaml(out.read_text(), str(out))
-    assert tuned.model.layers == 64 and tuned.method in ("serial", "mgrit")
-    lines = [line.replace("->", "  ") for line in text.splitlines()]
-    rows = [line.split() for line in lines if " mgrit " in line or line.endswith("  serial")]
-    times = [float(row[2]) for row in rows if row[0].isdecimal() and row[3] != "mgrit" and "levels," not in row[3]]
-    assert times[0] == min(times)  # sorted: the default configuration is among them
+    assert tuned.model.layers == 64
+    rows = [line.replace("->", "  ").split() for line in text.splitlines() if line[2:8].strip().isdecimal()]
+    emulated = [float(row[2]) for row in rows if row[3] == "exact" or "e-" in row[3] or "e+" in row[3]]
+    assert emulated == sorted(emulated) and len(emulated) >= 5  # serial, the default and the best of each kind
 
 
 @pytest.mark.parametrize(("flags", "message"), [
