@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lpnet.parallel.grid import Grid
     from lpnet.parallel.interconnect import NetworkModel
     from lpnet.train.saving import load, save
+    from lpnet.train.stages import refine_checkpoint
 
 __version__ = "0.1.0"
 
@@ -42,6 +43,7 @@ _HOMES = {
     "gather_state_dict": "lpnet.mgrit.serial",
     "load": "lpnet.train.saving",
     "refine": "lpnet.mgrit.refine",
+    "refine_checkpoint": "lpnet.train.stages",
     "save": "lpnet.train.saving",
 }
 _MODULES = {"models": "lpnet.nn.models", "nn": "lpnet.nn"}
@@ -63,6 +65,7 @@ __all__ = [
     "models",
     "nn",
     "refine",
+    "refine_checkpoint",
     "save",
 ]
 

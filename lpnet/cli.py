@@ -175,13 +175,10 @@ def _plan(arguments: Sequence[str], job: _Job) -> int:
     ranks = _count(parsed.options, "ranks", 1)
     _start_log(job, "INFO", parsed.warnings)
     if parsed.config.method in ("fdg", "pipeline"):
-        from lpnet.scaling.cut_plan import cut_plan_text
-
-        print(cut_plan_text(parsed.config, ranks).rstrip())
-        return 0
-    from lpnet.mgrit.plan import plan_text
-
-    print(plan_text(parsed.config, ranks).rstrip())
+        from lpnet.scaling.cut_plan import cut_plan_text as text_of
+    else:
+        from lpnet.mgrit.plan import plan_text as text_of
+    print(text_of(parsed.config, ranks).rstrip())
     return 0
 
 
@@ -198,11 +195,18 @@ def _show(arguments: Sequence[str], job: _Job) -> int:
 
 
 def _export(arguments: Sequence[str], job: _Job) -> int:
-    """Write the network of a checkpoint as a plain torch state_dict."""
+    """Write the network of a checkpoint as a plain torch state_dict, or a checkpoint of a deeper one (--refine)."""
     parser = _parser(_export)
     parser.add_argument("path", metavar="CKPT", help="a checkpoint file")
     parser.add_argument("out", metavar="OUT.pt", help="file to write; torch.load reads it")
+    parser.add_argument("--refine", type=int, metavar="K", help="OUT is a folder: a checkpoint of K times the layers")
+    parser.add_argument("--interpolation", choices=("linear", "constant"), default="linear", help="of a refinement")
     options = parser.parse_args(arguments)
+    if options.refine is not None:
+        from lpnet.train.stages import refine_checkpoint
+
+        print(refine_checkpoint(options.path, options.out, options.refine, interpolation=options.interpolation))
+        return 0
     from lpnet.train.export import export_checkpoint
 
     export_checkpoint(options.path, options.out)
@@ -336,16 +340,10 @@ _TOGETHER = ("train", "eval", "bench", "study", "tune")  # all ranks work; of th
 
 
 def _usage() -> str:
-    lines = [f"  {name:<8} {command.__doc__}" for name, command in _COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: lpnet COMMAND ...",
-            "",
-            *lines,
-            "",
-            "lpnet COMMAND --help tells more; lpnet --version prints the version.",
-            "Exit codes: 0 done, 1 failure, 2 usage or configuration, 75 stopped early with a checkpoint.",
-        ]
+    lines = "\n".join(f"  {name:<8} {command.__doc__}" for name, command in _COMMANDS.items())
+    return (
+        f"usage: lpnet COMMAND ...\n\n{lines}\n\nlpnet COMMAND --help tells more; lpnet --version prints the version.\n"
+        "Exit codes: 0 done, 1 failure, 2 usage or configuration, 75 stopped early with a checkpoint."
     )
 
 

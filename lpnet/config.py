@@ -22,6 +22,7 @@ __all__ = [
     "OptimConfig",
     "ParallelConfig",
     "RunConfig",
+    "TrainConfig",
 ]
 
 Method = Literal["serial", "mgrit", "fdg", "pipeline"]
@@ -34,10 +35,13 @@ class ModelConfig:
     """The network: opening, a stack of equal residual layers, closing; or a residual network of blocks.
 
     Args:
-        name: dense: layers u + h sigma(W u + b); conv: u + h sigma(conv(u; W) + b) for images; resnet_cifar,
+        name: dense: layers u + h sigma(W u + b); conv: u + h sigma(conv(u; W) + b) for images; ode_resnet: the CIFAR
+            ResNet as three stacks of such layers with width, 2 width and 4 width channels and a transition of half the
+            height and width between them (final_time, norm; all other keys of layers are given); resnet_cifar,
             resnet_mnist, resnet, wide_resnet: networks of units for method fdg, pipeline or serial, described by
             depth, widen, norm, stem and dropout.
-        layers: number of layers N of the stack.
+        layers: number of layers N of the stack; ode_resnet: of the three stacks, a multiple of 3; two transitions
+            come on top.
         width: features of the state; channels where the layers are convolutions.
         kernel: conv: odd width of the kernel.
         final_time: T; a layer is a time step of h = T / N.
@@ -52,12 +56,13 @@ class ModelConfig:
         dtype: precision of parameters and states.
         depth: resnets: layers, as the papers count them; 6n + 2 for CIFAR and MNIST, 6n + 4 for wide_resnet.
         widen: wide_resnet: factor of the channels.
-        norm: resnets: batch | group normalisation.
+        norm: resnets, ode_resnet: batch | group normalisation; ode_resnet: none, u + h relu(conv u + b), which is
+            written out and faster.
         stem: resnet: cifar (3 x 3 convolution) | imagenet (7 x 7 with stride, pooling).
         dropout: wide_resnet: share of activations dropped inside a block.
     """
 
-    name: Literal["dense", "conv", "resnet_cifar", "resnet_mnist", "resnet", "wide_resnet"] = "dense"
+    name: Literal["dense", "conv", "ode_resnet", "resnet_cifar", "resnet_mnist", "resnet", "wide_resnet"] = "dense"
     layers: int = 32
     width: int = 8
     kernel: int = 3
@@ -71,7 +76,7 @@ class ModelConfig:
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     depth: int = 20
     widen: int = 10
-    norm: Literal["batch", "group"] = "batch"
+    norm: Literal["batch", "group", "none"] = "batch"
     stem: Literal["cifar", "imagenet"] = "cifar"
     dropout: float = 0.0
 
@@ -90,7 +95,34 @@ class ModelConfig:
             self.name == "conv" or (self.opening != "replicate" and not self.pooling),
             "model.opening replicate and model.pooling are for images; set model.name conv",
         )
+        require(
+            self.norm != "none" or self.name == "ode_resnet",
+            f"model.norm none is for ode_resnet, not for {self.name}; use batch or group",
+        )
+        require(
+            self.name != "ode_resnet" or (self.layers % 3 == 0 and self.initial_parameters is None),
+            f"model.name ode_resnet shares {self.layers} layers among 3 stacks, and reads no initial_parameters; use a "
+            f"multiple of 3, such as {max(3, 3 * round(self.layers / 3))}",
+        )
         not_negative("model", init_scale=self.init_scale)
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """Layers of every part of the network: stacks, and transitions of one layer."""
+        third = self.layers // 3
+        return (third, 1, third, 1, third) if self.name == "ode_resnet" else (self.layers,)
+
+    @property
+    def all_layers(self) -> int:
+        """Layers that the ranks share, transitions included."""
+        return sum(self.stages)
+
+    @property
+    def barriers(self) -> tuple[int, ...]:
+        """Points that every level keeps: both ends of every transition; none where there is one stack."""
+        if len(self.stages) == 1:
+            return ()
+        return tuple(sum(self.stages[:k]) for k in range(len(self.stages) + 1))
 
 
 @dataclass(frozen=True)
@@ -262,6 +294,45 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True)
+class TrainConfig:
+    """Nested iteration in depth: a network of few layers is trained first, then refined and trained on.
+
+    Args:
+        stages: layers of each stage, each a multiple of the one before; the last is model.layers. Empty: one stage.
+        stage_steps: optimisation steps of every stage but the last, which takes what is left of run.steps.
+        interpolation: of parameters and optimiser slots in layer time when a stage ends: constant | linear.
+    """
+
+    stages: list[int] = field(default_factory=list)
+    stage_steps: list[int] = field(default_factory=list)
+    interpolation: Literal["constant", "linear"] = "linear"
+
+    def __post_init__(self) -> None:
+        for name in ("stages", "stage_steps"):
+            for value in getattr(self, name):
+                require(value > 0, f"train.{name} has {value}; it must be greater than 0")
+        require(
+            len(self.stage_steps) == max(0, len(self.stages) - 1),
+            f"train.stage_steps has {len(self.stage_steps)} entries and train.stages {len(self.stages)}; give the "
+            f"steps of every stage but the last: {max(0, len(self.stages) - 1)}",
+        )
+        for coarse, fine in zip(self.stages, self.stages[1:], strict=False):
+            require(
+                fine % coarse == 0 and fine > coarse,
+                f"train.stages is {self.stages}; {fine} is no multiple of {coarse}: every stage has a whole number of "
+                "times the layers of the one before",
+            )
+
+    def layers_at(self, step: int) -> int | None:
+        """Layers of the network that makes a step; None: there is one stage. No communication."""
+        for layers, steps in zip(self.stages, self.stage_steps, strict=False):
+            if step < steps:
+                return layers
+            step -= steps
+        return self.stages[-1] if self.stages else None
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """How long, where to, how often.
 
@@ -319,4 +390,5 @@ class Config:
     fdg: FDGConfig = field(default_factory=FDGConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
     run: RunConfig = field(default_factory=RunConfig)

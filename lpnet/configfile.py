@@ -219,6 +219,8 @@ def parse(arguments: Sequence[str], *, options: Sequence[str] = ()) -> ParsedCon
     config = _build(file, flags)
     warnings = []
     for section in UNUSED_SECTIONS[config.method]:
+        if section == "mgrit" and config.method == "fdg" and config.parallel.modules is not None:
+            continue  # the modules are layer-parallel
         given = [key for key in {**file, **flags} if key.startswith(section + ".")]
         if given:
             shown = ", ".join(given[:3]) + (", ..." if len(given) > 3 else "")

@@ -136,6 +136,12 @@ class Replicated:
             self._mean.close()
         self._mean = ReplicaMean(self.grid, self._trainable())
 
+    def leave_replicas(self) -> None:
+        """Average no more: another network has taken over. No communication."""
+        if self._mean is not None:
+            self._mean.close()
+            self._mean = None
+
     def _trainable(self) -> dict[str, dict[str, Tensor]]:
         parts = (("closing", self.closing), ("stack", self.stack), ("opening", self.opening))
         return {

@@ -13,7 +13,7 @@ from lpnet.config import Config
 from lpnet.errors import DataError
 from lpnet.mgrit.layer_parallel import LayerParallel
 from lpnet.mgrit.plan import partition_of
-from lpnet.nn.models import network_parts
+from lpnet.nn.models import network_parts, ode_network
 from lpnet.parallel.grid import Grid
 
 if TYPE_CHECKING:
@@ -36,9 +36,10 @@ def network_for(config: Config, shape: Sequence[int], classes: int, comm: Any = 
     grid = Grid(comm, replicas=parallel.replicas, layers=parallel.layers)
     partition = partition_of(config, grid.layers.size)
     mgrit = config.mgrit if config.method == "mgrit" else replace(config.mgrit, levels=1, microbatches=1)
-    stack, opening, closing = network_parts(
-        config.model, shape, classes, comm=grid.layers, seed=config.seed, partition=partition
-    )
+    shared: dict[str, Any] = {"comm": grid.layers, "seed": config.seed, "partition": partition}
+    if config.model.name == "ode_resnet":
+        return LayerParallel(ode_network(config.model, shape, classes, **shared), mgrit=mgrit, grid=grid)
+    stack, opening, closing = network_parts(config.model, shape, classes, **shared)
     net = LayerParallel(stack, opening=opening, closing=closing, mgrit=mgrit, grid=grid)
     if config.model.initial_parameters is not None:
         load_initial(net, Path(config.data.root or ".") / config.model.initial_parameters)

@@ -9,6 +9,7 @@ from lpnet.config import Config
 from lpnet.mgrit.cycle import Cycle
 from lpnet.mgrit.hierarchy import build, direction, table
 from lpnet.mgrit.programs import evaluations, messages, parts, record, solve_critical_path
+from lpnet.parallel.grid_shape import grid_of
 from lpnet.parallel.partition import Partition, explicit, uniform
 
 BYTES = {"float32": 4, "float64": 8, "bfloat16": 4}  # bfloat16 computes in it and keeps float32
@@ -22,8 +23,8 @@ def partition_of(config: Config, ranks: int) -> Partition:
         UsageError: more ranks than layers, or a list that does not fit.
     """
     if isinstance(config.parallel.partition, list):
-        return explicit(config.parallel.partition, config.model.layers, ranks)
-    return uniform(config.model.layers, ranks)
+        return explicit(config.parallel.partition, config.model.all_layers, ranks)
+    return uniform(config.model.all_layers, ranks)
 
 
 def plan_text(config: Config, ranks: int, *, batch: int | None = None) -> str:
@@ -31,23 +32,29 @@ def plan_text(config: Config, ranks: int, *, batch: int | None = None) -> str:
 
     Args:
         config: the run.
-        ranks: MPI ranks.
+        ranks: MPI ranks, of all data replicas.
         batch: samples per step; the configuration's batch size or training set otherwise.
 
     Raises:
         UsageError: more ranks than layers.
     """
+    grid = grid_of(config, ranks)
+    ranks, model = grid.layers, config.model
     partition = partition_of(config, ranks)
     mgrit = config.mgrit
     if config.method == "serial":
         from dataclasses import replace
 
         mgrit = replace(mgrit, levels=1)
-    hierarchy = build(config.model.layers, mgrit)
+    hierarchy = build(model.all_layers, mgrit, barriers=model.barriers)
     sizes = [high - low for low, high in (partition.block(rank) for rank in range(ranks))]
     samples = batch or config.data.batch_size or config.data.train_samples or 5000
+    joined, samples = samples, -(-samples // grid.replicas)
+    head = [grid.table(), f"  a batch of {joined} samples is shared by the replicas, {samples} each", ""]
+    stages = f" (stacks and transitions of {', '.join(map(str, model.stages))} layers)" if model.barriers else ""
     lines = [
-        f"{config.model.layers} layers on {ranks} ranks: {min(sizes)} to {max(sizes)} layers a rank",
+        *(head if grid.replicas > 1 else []),
+        f"{model.all_layers} layers{stages} on {ranks} ranks: {min(sizes)} to {max(sizes)} layers a rank",
         "  rank   "
         + " ".join(f"{rank}:{partition.bounds[rank]}-{partition.bounds[rank + 1] - 1}" for rank in range(min(ranks, 8)))
         + (f" ... {ranks - 1}:{partition.bounds[-2]}-{partition.bounds[-1] - 1}" if ranks > 8 else ""),
@@ -79,9 +86,12 @@ def plan_text(config: Config, ranks: int, *, batch: int | None = None) -> str:
             f"  messages per iteration sent by rank {', '.join(map(str, shown))}: {', '.join(map(str, sent))}",
             f"  layer evaluations per level on rank {shown[1]}: "
             + " ".join(map(str, evaluations(actions, count, adjoint=adjoint))),
-            f"  critical path: {path} layer evaluations (serial: {config.model.layers}), "
-            f"ratio {config.model.layers / max(path, 1):.2f}",
+            f"  critical path: {path} layer evaluations (serial: {model.all_layers}), "
+            f"ratio {model.all_layers / max(path, 1):.2f}",
         ]
+    if mgrit.spatial != "none" and len(hierarchy.levels) > 1:
+        factors = ", ".join(map(str, mgrit.spatial_factors[1 : len(hierarchy.levels)]))
+        lines.append(f"spatial coarsening ({mgrit.spatial}): levels 1 to {len(hierarchy.levels) - 1} by {factors}")
     lines += ["", memory_text(config, partition, samples)]
     return "\n".join(lines)
 
@@ -96,13 +106,14 @@ def memory_bytes(config: Config, partition: Partition, samples: int) -> tuple[in
     """
     model, mgrit = config.model, config.mgrit
     item = BYTES[model.dtype]
-    pixels = PIXELS.get(config.data.name, 1) if model.name == "conv" else 1
+    images = model.name in ("conv", "ode_resnet")
+    pixels = PIXELS.get(config.data.name, 1) if images else 1  # ode_resnet: later stages are half as large each
     most = max(b - a for a, b in zip(partition.bounds, partition.bounds[1:], strict=False))
     payload = model.width * pixels * samples * item
     levels = 1 if config.method == "serial" else mgrit.levels
     kept, rows = most, 0
     if levels > 1:
-        hierarchy = build(model.layers, mgrit)
+        hierarchy = build(model.all_layers, mgrit, barriers=model.barriers)
         shares = [len(points) / partition.ranks for points in hierarchy.levels[1:]]
         # E and K of both directions per level; kept states and residuals of both on level 1
         rows = sum(int(4 * share) + 8 for share in shares) + int(4 * shares[0])
@@ -111,11 +122,14 @@ def memory_bytes(config: Config, partition: Partition, samples: int) -> tuple[in
                 b - a for a, b in zip(hierarchy.levels[1], hierarchy.levels[1][1:], strict=False)
             )
     states = (4 * (kept + 1) + rows) * payload + (kept + 1) * samples * item * (model.name == "dense")
-    fan_in = model.width * (model.kernel**2 if model.name == "conv" else 1)
+    if mgrit.spatial != "none" and levels > 1:  # states, values and adjoints of restricted states, per factor
+        states += sum(3 * (kept + 1) * payload // f**2 for f in sorted(set(mgrit.spatial_factors)) if f > 1)
+    fan_in = model.width * (model.kernel**2 if images else 1)
     bias = 1 if model.bias == "scalar" else model.width
     slots = {"lbfgs": 2 * config.optim.memory, "adam": 2, "adamw": 2, "sgd": int(config.optim.momentum > 0)}
     copies = 2 + slots.get(config.optim.name, 1)
-    return states, most * (model.width * fan_in + bias) * (copies + 2) * item
+    widest = 16 if model.name == "ode_resnet" else 1  # layers of the last stage have the most weights
+    return states, most * (model.width * fan_in * widest + bias) * (copies + 2) * item
 
 
 def memory_text(config: Config, partition: Partition, samples: int) -> str:

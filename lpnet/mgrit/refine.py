@@ -63,7 +63,8 @@ def refine(
 ) -> tuple[LayerParallel, torch.optim.Optimizer | None]:
     """The network with `factor` times as many layers, and its optimiser. Collective; messages to the left neighbour.
 
-    Every rank keeps its part of depth. Opening and closing are the same modules. The optimiser is of the same class and
+    Every rank keeps its part of depth. Opening and closing are the same modules, so that the coarse network is given
+    up where there are data replicas. The optimiser is of the same class and
     settings as the coarse one, with its slots refined.
 
     Args:
@@ -104,7 +105,8 @@ def refine(
     for parameter, coarse in zip(new.parameters(), stack.parameters(), strict=True):
         parameter.requires_grad_(coarse.requires_grad)
     opening, closing = (torch.nn.Identity() if end is None else end for end in (net.opening, net.closing))
-    made = LayerParallel(new, opening=opening, closing=closing, mgrit=mgrit or net.mgrit)
+    net.leave_replicas()  # the ends are the fine network's from here on
+    made = LayerParallel(new, opening=opening, closing=closing, mgrit=mgrit or net.mgrit, grid=net.grid)
     made.train(net.training)
     if optimizer is None:
         return made, None

@@ -11,6 +11,7 @@ from lpnet.config import ModelConfig
 from lpnet.errors import UsageError
 from lpnet.nn.conv import ConvStep
 from lpnet.nn.ends import Classifier, ConvOpening, DenseOpening, ImageClassifier, Replicate, ZeroExpand
+from lpnet.nn.network import Network
 from lpnet.nn.ode_resnet import ode_resnet_cifar
 from lpnet.nn.resnet import resnet, resnet_cifar, resnet_mnist
 from lpnet.nn.stack import LayerStack
@@ -30,12 +31,12 @@ def check_shape(model: ModelConfig, shape: Sequence[int]) -> None:
     Raises:
         UsageError: with the shape and the remedy.
     """
-    wanted = 3 if model.name == "conv" else 1
-    if len(shape) != wanted:
-        remedy = (
-            "images (channels, height, width)" if model.name == "conv" else "vectors; set model.name conv for images"
-        )
+    images = model.name in ("conv", "ode_resnet")
+    if len(shape) != (3 if images else 1):
+        remedy = "images (channels, height, width)" if images else "vectors; set model.name conv for images"
         raise UsageError(f"the samples have the shape {tuple(shape)}; model.name {model.name} takes {remedy}")
+    if model.name == "ode_resnet":
+        return
     if model.opening == "identity" and shape[0] != model.width:
         raise UsageError(
             f"model.opening identity passes {shape[0]} features on; set model.width {shape[0]} or another opening"
@@ -74,6 +75,31 @@ def layer_and_ends(
         step = DenseStep(model.width, model.activation, model.bias, model.init_scale)
         closing = Classifier(model.width, classes, generator=last)
     return step, first, closing
+
+
+def ode_network(
+    model: ModelConfig,
+    shape: Sequence[int],
+    classes: int,
+    *,
+    comm: Any,
+    seed: int,
+    partition: Partition | None = None,
+) -> Network:
+    """The network of three stacks of a configuration; arguments, errors and communication as `network_parts`."""
+    check_shape(model, shape)
+    return ode_resnet_cifar(
+        model.layers,
+        widths=(model.width, 2 * model.width, 4 * model.width),
+        classes=classes,
+        channels=shape[0],
+        final_time=model.final_time,
+        norm=None if model.norm == "none" else model.norm,
+        comm=comm,
+        seed=seed,
+        dtype=DTYPES[model.dtype],
+        partition=partition,
+    )
 
 
 def network_parts(

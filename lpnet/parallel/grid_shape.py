@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from lpnet.config import RESNETS, Config
+from lpnet.config import Config
 from lpnet.errors import ConfigError, UsageError
 
 
@@ -126,4 +126,4 @@ def grid_of(config: Config, ranks: int) -> GridShape:
 def layered_modules(config: Config) -> bool:
     """Whether a module is a layer-parallel network, which several ranks may share. No communication."""
     given = config.parallel.modules is not None
-    return config.method == "fdg" and given and config.model.name not in RESNETS
+    return config.method == "fdg" and given and config.model.name in ("dense", "conv")

@@ -17,6 +17,7 @@ from lpnet.parallel.comm import Comm
 from lpnet.parallel.grid_shape import grid_of, layered_modules
 from lpnet.train.decoupled import DecoupledNet, DecoupledSteps, check_optimiser
 from lpnet.train.layered import check_layered
+from lpnet.train.stages import check_stages
 from lpnet.train.strategies import Strategy, make_strategy
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ def check(config: Config, ranks: int) -> None:
         shape = grid_of(config, ranks)
         if layered_modules(config):
             check_layered(config, shape.modules, shape.layers)
+    check_stages(config, ranks if method == "serial" else shape.layers)
     if is_decoupled(config):
         check_optimiser(config.optim)
     if method == "pipeline" and config.fdg.staleness_every:
@@ -52,7 +54,7 @@ def check(config: Config, ranks: int) -> None:
         )
     if method == "mgrit" and model in RESNETS:
         raise ConfigError(
-            f"method mgrit trains stacks of equal layers (model.name dense or conv), not {model}; "
+            f"method mgrit trains stacks of equal layers (model.name dense, conv or ode_resnet), not {model}; "
             "use method fdg or pipeline"
         )
     if method == "mgrit" and config.data.augment != "none" and keeps_states(config):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
-from lpnet.config import MGRIT, RESNETS, Config
+from lpnet.config import MGRIT, RESNETS, Config, TrainConfig
 from lpnet.data.samples import load as load_data
 from lpnet.data.samples import without_inputs
 from lpnet.errors import CheckpointError
@@ -21,6 +21,7 @@ from lpnet.parallel.comm import Comm
 from lpnet.parallel.grid_shape import layered_modules
 from lpnet.train import build
 from lpnet.train.saving import config_of, load_model, open_checkpoint
+from lpnet.train.stages import at_layers, stage_of
 
 if TYPE_CHECKING:
     from lpnet.data.samples import Data, Source
@@ -164,7 +165,7 @@ def evaluate(path: str | Path, comm: Comm, *, data_root: str | None = None) -> i
             raise CheckpointError(
                 f"{checkpoint.path} holds no configuration, so its data are not known; give one that lpnet train wrote"
             )
-        config = exact(config, data_root)
+        config = exact(at_layers(config, stage_of(checkpoint, config)), data_root)
         data = comm.together(lambda: load_data(config.data, config.seed, DTYPES[config.model.dtype]))
         net = build.for_evaluation(config, data, comm)
         load_model(checkpoint, net)
@@ -182,8 +183,8 @@ def evaluate(path: str | Path, comm: Comm, *, data_root: str | None = None) -> i
 def exact(config: Config, data_root: str | None = None) -> Config:
     """A run's configuration for evaluation on any number of ranks: one level. No communication."""
     data = config.data if data_root is None else replace(config.data, root=data_root)
-    model = replace(config.model, initial_parameters=None)
-    config = replace(config, model=model, data=data)
+    model, train = replace(config.model, initial_parameters=None), TrainConfig()
+    config = replace(config, model=model, data=data, train=train)
     if layered_modules(config):
         return replace(build.exact_layers(config), method="mgrit")  # its checkpoints are those of method mgrit
     parallel = replace(config.parallel, partition="uniform", replicas=1, modules=None, layers="auto")

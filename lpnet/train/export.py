@@ -28,13 +28,16 @@ def export_checkpoint(path: str | Path, out: str | Path) -> Path:
     out = Path(out)
     state: dict[str, torch.Tensor] = {}
     with open_checkpoint(path) as checkpoint:
+        starts = _starts(str(checkpoint.attributes.get("parts", "")))
         for name in checkpoint.names("model"):
             plain, value = name.removeprefix("model/"), checkpoint.read(name)
             if not checkpoint.datasets[name].stacked:
-                state[plain] = value
+                part, _, rest = plain.partition(".")
+                state[f"layers.{starts[part]}.{rest}" if part in starts else plain] = value  # a transition is a layer
                 continue
-            parameter = plain.split(".", 1)[1]
-            state.update({f"layers.{layer}.{parameter}": row.clone() for layer, row in enumerate(value)})
+            part, parameter = plain.split(".", 1)
+            first = starts.get(part, 0)
+            state.update({f"layers.{first + layer}.{parameter}": row.clone() for layer, row in enumerate(value)})
     partial = out.with_name(out.name + ".partial")
     try:
         torch.save(state, partial)
@@ -44,3 +47,9 @@ def export_checkpoint(path: str | Path, out: str | Path) -> Path:
             f"{out} cannot be written: {error}; choose a file in a folder that exists and that you may write to"
         ) from error
     return out
+
+
+def _starts(text: str) -> dict[str, int]:
+    """First layer of every stack and transition, from the attribute `parts`; empty where there is one stack."""
+    pairs = [word.split(":") for word in text.split()]
+    return {name: int(first) for name, first in pairs}

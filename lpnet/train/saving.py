@@ -129,6 +129,8 @@ def contents(
         "layers": net.unit_count if isinstance(net, DecoupledNet) else net.partition.layers,
         **(attributes or {}),
     }
+    if not isinstance(net, DecoupledNet) and net.stack.starts is not None:
+        written["parts"] = " ".join(f"{name}:{first}" for name, first in net.stack.starts.items())
     if optimizer is not None:
         state = _stateful(optimizer, net)
         shards["optim"] = state.shards() if net.saves else []

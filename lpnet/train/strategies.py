@@ -262,6 +262,11 @@ class GradientSteps(_WholeSteps):
         )
 
     @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimiser on the local parameters."""
+        return self._optimizer
+
+    @property
     def current(self) -> StepReport | None:
         """Not known before the next step. No communication."""
         return None

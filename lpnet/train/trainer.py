@@ -22,6 +22,7 @@ from lpnet.io import environment, trace
 from lpnet.io import log as run_log
 from lpnet.io.metrics import MetricsWriter
 from lpnet.io.plots import require_matplotlib
+from lpnet.mgrit.layer_parallel import LayerParallel
 from lpnet.nn.models import DTYPES
 from lpnet.parallel.comm import Comm
 from lpnet.train import build
@@ -33,6 +34,7 @@ from lpnet.train.progress import Progress
 from lpnet.train.run_folder import RunFolder
 from lpnet.train.saver import Saver
 from lpnet.train.saving import contents, load
+from lpnet.train.stages import at_layers, refined, stage_of
 from lpnet.train.stopping import Stopping
 from lpnet.train.strategies import StepReport
 from lpnet.train.watchdog import Watchdog
@@ -113,7 +115,11 @@ class Trainer:
                 f"optim.name lbfgs needs the full batch of {len(self.data.train)} samples, and data.batch_size is "
                 f"{config.data.batch_size}; set data.batch_size null, or use adam or sgd"
             )
-        self.net, self.strategy, self.config = build.build(config, self.data, self.order, comm)
+        self.layers = config.train.layers_at(0)  # of this stage; None: there is one
+        if folder.checkpoint is not None:
+            self.layers = stage_of(folder.checkpoint, config)
+        self.net, self.strategy, made = build.build(at_layers(config, self.layers), self.data, self.order, comm)
+        self.config = config if self.layers is not None else made
         self.step = 0
         if folder.checkpoint is not None:
             loaded = load(folder.checkpoint.path, self.net, self.strategy)
@@ -182,6 +188,7 @@ class Trainer:
                     scores = self._score()
                     if stopped := scores is None:
                         break
+                self._begin_stage()
                 comm.at_step(self.step)
                 with trace.span("step", step=self.step):
                     report = self.strategy.step(*feed.next(self.step))
@@ -242,6 +249,16 @@ class Trainer:
             tell=getattr(self.net, "tell", None),
         )
 
+    def _begin_stage(self) -> None:
+        """Refine the network where a stage of depth begins with this step. Collective there."""
+        layers = self.config.train.layers_at(self.step)
+        if layers is None or layers == self.layers:
+            return
+        assert isinstance(self.net, LayerParallel)
+        self._say("step %d: from %s to %d layers", self.step, self.layers, layers)
+        self.layers = layers
+        self.net, self.strategy = refined(self.net, self.strategy, self.config, layers, self.order.batches)
+
     def _score(self) -> Scores | None:
         """Accuracies; None where a rank was asked to stop."""
 
@@ -283,7 +300,7 @@ class Trainer:
 
 def same_batches(one: Config, two: Config) -> bool:
     """Whether two runs see the same samples in the same batches. No communication."""
-    return one.seed == two.seed and replace(one.data, root=None) == replace(two.data, root=None)
+    return one.seed == two.seed and replace(one.data, root=".") == replace(two.data, root=".")
 
 
 def completed(new: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
