@@ -114,8 +114,8 @@ def test_the_coarse_step_of_the_adjoint_is_the_transpose(spatial):
     F.cross_entropy(net(x), y).backward()
     (propagator,) = (p for pool in net._pools.values() for p in pool if p.forward_solver.levels > 1)
     space, h, layer = propagator.spaces[1], 0.3, 4
-    v, lam = (torch.randn(BATCH, 6, 7, 4, generator=torch.Generator().manual_seed(k), dtype=DOUBLE) for k in (5, 6))
     u = space.fine.state(layer)
+    v, lam = (torch.randn(u.shape, generator=torch.Generator().manual_seed(k), dtype=DOUBLE) for k in (5, 6))
     base, images, eps = u.clone(), [], 1e-6
     for sign in (eps, -eps):
         u.copy_(base + sign * v)
