@@ -30,14 +30,19 @@ if [[ $lpnet_end == 2*T* ]] && lpnet_end=$(date -d "$lpnet_end" +%s 2>/dev/null)
     export SLURM_JOB_END_TIME=$lpnet_end
 fi
 
-lpnet_child='' lpnet_signal=''
+lpnet_child='' lpnet_signal='' lpnet_again=''
 
 # A trap runs when `wait` returns, so what is run runs in the background. It stops on SIGUSR1; SIGTERM would make mpirun
 # end the ranks within a second.
 lpnet_forward() { # SIGNAL
     lpnet_signal=$1
     lpnet_say "received SIG$1, asks lpnet to stop"
-    [[ -n $lpnet_child ]] && kill -USR1 "$lpnet_child" 2>/dev/null
+    [[ -n $lpnet_child ]] || return
+    kill -USR1 "$lpnet_child" 2>/dev/null
+    if [[ -z $lpnet_again ]]; then # and again, for ranks that have only just started do not listen yet
+        (while sleep 5 && kill -USR1 "$lpnet_child"; do :; done) >/dev/null 2>&1 &
+        lpnet_again=$!
+    fi
 }
 trap 'lpnet_forward USR1' USR1
 trap 'lpnet_forward TERM' TERM
@@ -61,6 +66,8 @@ lpnet_start() { # COMMAND...
     wait "$lpnet_child" # bash remembers
     status=$?
     lpnet_child=''
+    [[ -z $lpnet_again ]] || kill "$lpnet_again" 2>/dev/null
+    lpnet_again=''
     lpnet_say "exit code $status"
     if ((status == 128 + 10)); then # SIGUSR1: it came before a rank listened, or the launcher
         lpnet_say "ended by SIGUSR1 before it listened: taken for a stop"

@@ -26,12 +26,12 @@ import sys, time
 from lpnet.parallel import signals
 signals.install()
 from lpnet import cli
-from lpnet.train.trainer import Trainer
-seconds, batch = float(sys.argv.pop(1)), Trainer._batch
-def pause(*arguments):
+from lpnet.train.stopping import Stopping
+seconds, begin_step = float(sys.argv.pop(1)), Stopping.begin_step
+def pause(self):
     time.sleep(seconds)
-    return batch(*arguments)
-Trainer._batch = pause
+    return begin_step(self)
+Stopping.begin_step = pause
 sys.exit(cli.main())
 """
 

@@ -22,6 +22,12 @@ def note(number, frame):
     print("mpirun was asked to stop", flush=True)
     asked.append(number)
 signal.signal(signal.SIGUSR1, note)
+if os.path.exists("deaf"):
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    open("running", "w").close()
+    while os.path.exists("deaf"):
+        time.sleep(0.01)
+    signal.signal(signal.SIGUSR1, note)
 print("mpirun", *sys.argv[1:])
 print("end", os.environ.get("SLURM_JOB_END_TIME"), flush=True)
 open("running", "w").close()
@@ -75,7 +81,7 @@ def asked(folder: Path) -> str:
 
 
 def ends(process: subprocess.Popen[str], code: int) -> str:
-    text, _ = process.communicate(timeout=20)
+    text, _ = process.communicate(timeout=60)
     assert process.returncode == code, text
     return text
 
@@ -154,6 +160,24 @@ def test_signals_are_handed_on(job: Any, tmp_path: Path, script: str, number: in
     text = ends(process, 75)
     assert "mpirun was asked to stop" in text and "exit code 75" in text
     assert asked(tmp_path) == ("requeue 7" if comes_back else "")
+
+
+def test_a_signal_that_nobody_heard_comes_again(job: Any, tmp_path: Path) -> None:
+    for name in ("wait", "deaf"):
+        (tmp_path / name).touch()
+    process = job(*TRAIN, code=75)
+    began = time.monotonic()
+    while not (tmp_path / "running").exists():
+        assert time.monotonic() - began < 20
+        time.sleep(0.01)
+    process.send_signal(signal.SIGUSR1)
+    assert process.stdout is not None
+    while "received SIGUSR1" not in process.stdout.readline():
+        assert process.poll() is None
+    time.sleep(0.2)
+    (tmp_path / "deaf").unlink()
+    text = ends(process, 75)
+    assert "mpirun was asked to stop" in text and asked(tmp_path) == "requeue 7"
 
 
 def test_srun(job: Any, tmp_path: Path) -> None:

@@ -25,7 +25,8 @@ from lpnet.io.checkpoint import Checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 JOBS = Path(os.environ.get("LPNET_SLURM_JOBS", ROOT / "runs"))
-PATIENCE_S = 400.0  # of a busy machine
+ENDED = ("COMPLETED", "FAILED", "TIMEOUT", "NODE_FAIL", "CANCELLED")
+PATIENCE_S = 270.0  # of a busy machine
 STEPS = 40
 CONFIG = f"""
 seed: 3
@@ -52,14 +53,18 @@ import os, sys, time
 from lpnet.parallel import signals
 signals.install()
 from lpnet import cli
-from lpnet.train.trainer import Trainer
-batch = Trainer._batch
-def hold(self, *arguments):
-    if self.step == {HELD} and self.comm.rank == 0 and os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
-        while not self.stopping.requested():
+from lpnet.train import trainer
+class Holds(trainer.Stopping):
+    def __init__(self, folder, *, rank=0, **more):
+        super().__init__(folder, rank=rank, **more)
+        self.holds = rank == 0 and os.environ.get("SLURM_RESTART_COUNT", "0") == "0"
+        self.steps_begun = 0
+    def begin_step(self):
+        self.steps_begun += 1
+        while self.holds and self.steps_begun == {HELD} + 1 and not self.requested():
             time.sleep(0.05)
-    return batch(self, *arguments)
-Trainer._batch = hold
+        return super().begin_step()
+trainer.Stopping = Holds
 sys.exit(cli.main())
 """
 
@@ -83,24 +88,26 @@ class Job:
             found = self.show()
             if found["JobState"] in states:
                 return found
-            if time.monotonic() - began > PATIENCE_S or found["JobState"] in ("FAILED", "TIMEOUT", "NODE_FAIL"):
+            if time.monotonic() - began > PATIENCE_S or found["JobState"] in ENDED:
                 pytest.fail(f"job {self.number} is {found['JobState']} ({found.get('Reason')}):\n{self.text()}")
             time.sleep(0.2)
 
     def wait_for_step(self, step: int) -> None:
         """Wait until it has made a number of steps."""
-        began = time.monotonic()
         metrics = self.out / "metrics.jsonl"
-        while not metrics.exists() or len(metrics.read_text().splitlines()) <= step:
-            assert time.monotonic() - began < PATIENCE_S, f"job {self.number} makes no steps:\n{self.text()}"
-            time.sleep(0.1)
+        self._until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > step)
 
     def wait_for(self, words: str) -> None:
         """Wait until its output has these words."""
+        self._until(lambda: words in self.text())
+
+    def _until(self, what: Callable[[], bool]) -> None:
         began = time.monotonic()
-        while words not in self.text():
-            assert time.monotonic() - began < PATIENCE_S, f"job {self.number} does not begin:\n{self.text()}"
-            time.sleep(0.05)
+        while not what():
+            state = self.show()["JobState"]
+            if time.monotonic() - began > PATIENCE_S or state in ENDED:
+                pytest.fail(f"job {self.number} is {state}, and has not come that far:\n{self.text()}")
+            time.sleep(0.1)
 
     def text(self) -> str:
         output = JOBS / f"{self.number}.out"
