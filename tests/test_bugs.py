@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from run_case import differences
 
-from lpnet.errors import SaveError
+from lpnet.errors import CheckpointError, SaveError
 from lpnet.io.metrics import read
 
 MGRIT = """
@@ -25,7 +26,7 @@ FDG = """
 method: fdg
 model: {layers: 7, width: 6, activation: tanh, opening: dense}
 data: {name: peaks, train_samples: 60, validation_samples: 20, batch_size: 20}
-fdg: {modules: 3, shrink: 0.7, prediction: full}
+fdg: {modules: 3, shrink: 0.7, prediction: full, cuts: [3, 5]}
 optim: {name: sgd, lr: 0.05, momentum: 0.9}
 run: {steps: 16, eval_every: 0, checkpoint_every: 0, plots: false}
 """
@@ -78,6 +79,33 @@ def test_a_stop_of_decoupled_modules_ends_with_the_run_that_was_asked(comm, who,
         assert differences(whole / last, parts / last) == []
 
 
+@pytest.mark.ranks(3)
+def test_cuts_that_were_measured_are_kept_by_the_run_that_goes_on(comm, shared_tmp_path, monkeypatch):
+    """Cuts by cost were measured again: what was in flight between the old ones went to other units, silently."""
+    from lpnet.fdg import network
+
+    whole, parts, last = shared_tmp_path / "whole", shared_tmp_path / "parts", "checkpoints/step-00000016.h5"
+    find = network.find_cuts
+
+    def measured(*cuts: int):
+        plan = find
+        return lambda *arguments, **more: (list(cuts), plan(*arguments, **more)[1])
+
+    monkeypatch.setattr(network, "find_cuts", measured(2, 4))
+    by_cost = ("--fdg.cuts", "by_cost")
+    assert train(comm, FDG, whole, *by_cost) == 0
+    assert train(comm, FDG, parts, *by_cost, "--run.steps", 7, "--run.checkpoint_every", 5) == 0
+    flying = shared_tmp_path / "parts" / "checkpoints" / "step-00000005.h5"  # the last one is drained
+    monkeypatch.setattr(network, "find_cuts", measured(3, 5))
+    assert train(comm, FDG, shared_tmp_path / "again", *by_cost, "--resume", flying) == 0
+    if comm.rank == 0:
+        assert differences(whole / last, shared_tmp_path / "again" / last) == []
+    with pytest.raises(
+        CheckpointError, match=r"cut before unit 2, 4, and this run cuts before unit 3, 5; set fdg.cuts"
+    ):
+        train(comm, FDG, shared_tmp_path / "other", "--resume", flying, "--fdg.cuts", "[3, 5]")
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", ["config.yaml", "env.json", "metrics.jsonl"])
 def test_a_file_that_cannot_be_written_is_no_traceback(comm, name, shared_tmp_path):
@@ -111,7 +139,7 @@ def optimiser(name: str) -> list[str]:
 @pytest.mark.parametrize("name", ["lbfgs", "adam", "sgd", "fdg"])
 def test_a_stop_before_the_first_step_ends_with_the_run_that_was_asked(comm, name, shared_tmp_path):
     """L-BFGS went on from a starting point that it had not evaluated: the run was done, with exit code 0, at step 0."""
-    text, flags = (FDG, ["--fdg.cuts", "[3, 5]"]) if name == "fdg" else (MGRIT, optimiser(name))
+    text, flags = (FDG, []) if name == "fdg" else (MGRIT, optimiser(name))
     if name == "fdg" and comm.size == 1:
         flags += ["--fdg.modules", "3"]
     flags += ["--run.eval_every", "4"]  # which is where a stop is heard first
@@ -148,3 +176,16 @@ def test_a_signal_to_a_run_that_is_done_changes_nothing(when, tmp_path):
         [sys.executable, "-c", ENDS, *words], cwd=tmp_path, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0 and "done in out" in done.stderr, done.stderr
+
+
+def test_measured_choices_of_a_checkpoint_are_kept():
+    from lpnet.config import MGRIT, Config
+    from lpnet.train.build import measured_before
+
+    auto = Config(method="mgrit", mgrit=MGRIT(levels=3, batching="auto"))
+    saved = replace(auto, mgrit=replace(auto.mgrit, batching=["on", "off", "off"]))
+    assert measured_before(auto, saved, 2).mgrit.batching == ["on", "off", "off"]
+    assert measured_before(auto, replace(saved, method="serial"), 2) == auto
+    assert measured_before(auto, None, 2) == auto
+    other = replace(auto, mgrit=replace(auto.mgrit, coarsening=2))
+    assert measured_before(other, saved, 2) == other

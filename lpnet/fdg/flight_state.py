@@ -2,6 +2,7 @@
 
     NAME               of module NUMBER, in the section fdg
     NUMBER/clock       counters: see CLOCK
+    NUMBER/bounds      index of the first unit of every module, and of the end: what is in flight belongs to these
     NUMBER/flights     (in flight, 3): batch, version of the weights, number of the set of weights
     NUMBER/stash/BATCH/header, payload      input, in the form in which it would travel
     NUMBER/weights/SET/PARAMETER            what the forward ran on (stash)
@@ -65,6 +66,7 @@ def state_shards(net: CutNetwork[Any]) -> list[Shard]:
                 out.append(Shard(f"{before}waiting/{name}", parameter.grad, own.rows, own.layers))
         if member.place.leads:
             out.append(Shard(f"{before}clock", torch.tensor([_clock(net, member)[key] for key in CLOCK])))
+            out.append(Shard(f"{before}bounds", torch.tensor(net.bounds)))
             out += [Shard(before + name, tensor) for name, tensor in _entries(member)]
     return out
 
@@ -150,6 +152,13 @@ def load_state(net: CutNetwork[Any], names: Sequence[str], read: Read) -> None:
                     f"the checkpoint has work in flight and {_words(key, clock[key])}, and this run "
                     f"{_words(key, mine[key])}; go on with the same, or drain (flush) before saving"
                 )
+    bounds = read("1/bounds").tolist() if "1/bounds" in known else list(net.bounds)
+    if bounds != list(net.bounds):
+        saved, mine = _list(bounds[1:-1]), _list(net.bounds[1:-1])
+        raise CheckpointError(
+            f"the checkpoint has work in flight between modules cut before unit {saved}, and this run cuts before unit "
+            f"{mine}; set fdg.cuts [{saved}], or drain (flush) before saving"
+        )
     for member in net.members:
         before = _before(member)
         if f"{before}clock" not in known:
@@ -161,6 +170,10 @@ def load_state(net: CutNetwork[Any], names: Sequence[str], read: Read) -> None:
         member.update.replay(clock["landed"])
         mine_names = [name.removeprefix(before) for name in names if name.startswith(before)]
         _load(member, mine_names, lambda name, before=before: read(before + name))  # type: ignore[misc]
+
+
+def _list(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 def _words(key: str, value: int) -> str:

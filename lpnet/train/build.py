@@ -100,6 +100,26 @@ def build(config: Config, data: Data, order: BatchOrder, comm: Comm) -> tuple[Ne
     return layers, make_strategy(layers, config.optim, order.batches), config
 
 
+def measured_before(config: Config, saved: Config | None, ranks: int) -> Config:
+    """A configuration with what the run of its checkpoint has measured: measured again it could turn out otherwise, and
+    the run that goes on would not have the same numbers. No communication.
+
+    Args:
+        config: the run that goes on.
+        saved: the configuration in the checkpoint.
+        ranks: of the run that goes on.
+    """
+    if saved is None or saved.method != config.method:
+        return config
+    fdg, mgrit = config.fdg, config.mgrit
+    modules = ranks if fdg.modules is None else fdg.modules
+    if fdg.cuts == "by_cost" and isinstance(saved.fdg.cuts, list) and modules == saved.fdg.modules:
+        config = replace(config, fdg=replace(fdg, cuts=saved.fdg.cuts))
+    if mgrit.batching == "auto" and replace(saved.mgrit, batching="auto") == mgrit:
+        config = replace(config, mgrit=saved.mgrit)
+    return config
+
+
 def for_evaluation(config: Config, data: Data, comm: Comm) -> Network:
     """A network to be filled from a checkpoint, on any number of ranks that has enough layers or units. Collective."""
     if not is_decoupled(config):

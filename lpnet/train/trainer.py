@@ -33,7 +33,7 @@ from lpnet.train.pictures import draw
 from lpnet.train.progress import Progress
 from lpnet.train.run_folder import RunFolder
 from lpnet.train.saver import Saver
-from lpnet.train.saving import contents, load
+from lpnet.train.saving import config_of, contents, load
 from lpnet.train.stages import at_layers, refined, stage_of
 from lpnet.train.stopping import Stopping
 from lpnet.train.strategies import StepReport
@@ -102,6 +102,8 @@ class Trainer:
     """
 
     def __init__(self, config: Config, comm: Comm, folder: RunFolder) -> None:
+        if folder.checkpoint is not None:
+            config = build.measured_before(config, config_of(folder.checkpoint), comm.size)
         self.config, self.comm, self.folder = config, comm, folder
         self.data = comm.shared(lambda: load_data(config.data, config.seed, DTYPES[config.model.dtype]))
         self.order = BatchOrder(

@@ -172,3 +172,20 @@ def test_a_stop_within_a_line_search(comm, config, shared_tmp_path, run_train, m
     if comm.rank == 0:
         assert differences(whole / "checkpoints/step-00000004.h5", parts / "checkpoints/step-00000004.h5") == []
         assert any(row["step_size"] < 1e4 for row in read(whole / "metrics.jsonl"))  # trials are rejected
+
+
+def test_a_study_stops_between_two_cells_and_goes_on(tmp_path: Path, capsys) -> None:
+    from lpnet import cli
+
+    (tmp_path / "study.yaml").write_text(
+        "name: test\nscaling: strong\nsteps: 1\n"
+        "base: {model: {width: 3, layers: 8}, data: {train_samples: 20, validation_samples: 10}}\n"
+        "grid: {ranks: [2], levels: 2, coarsening: 2}\n"
+    )
+    words = ["study", str(tmp_path / "study.yaml"), "--out", str(tmp_path / "out")]
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "STOP").touch()
+    assert cli.main(words) == 75
+    assert "stopped early after 0 of 2 cells: found" in capsys.readouterr().err
+    assert cli.main(words) == 0
+    assert len(list((tmp_path / "out" / "cells").glob("*.json"))) == 2
