@@ -23,6 +23,7 @@ from run_case import differences
 from lpnet.io import schema
 
 CASES = int(os.environ.get("LPNET_DAMAGED_FILES", "20"))
+AT_ONCE = 20  # in one test, whose time is limited
 CONFIG = """
 seed: 3
 method: mgrit
@@ -188,9 +189,22 @@ def damage(path: Path, kind: str, rng: Rng, other: Path) -> None:
         seal(path)  # as if it had been written like that
 
 
-def test_campaign(forked: Forked, folders: dict[str, Path], tmp_path: Path) -> None:
-    table: Counter[tuple[str, str]] = Counter()
-    for case in range(CASES):
+@pytest.fixture(scope="module")
+def table() -> Iterator[Counter[tuple[str, str]]]:
+    counts: Counter[tuple[str, str]] = Counter()
+    yield counts
+    columns = ("one-line error", "fell back", "right numbers")
+    print(f"\n{'damage':20}" + "".join(f"{column:>16}" for column in columns))
+    for kind in KINDS:
+        print(f"{kind:20}" + "".join(f"{counts[kind, column]:16d}" for column in columns))
+    print(f"{'all ' + str(counts.total()):20}" + "".join(f"{sum(counts[k, c] for k in KINDS):16d}" for c in columns))
+
+
+@pytest.mark.parametrize("first", range(0, CASES, AT_ONCE))
+def test_campaign(
+    first: int, forked: Forked, folders: dict[str, Path], tmp_path: Path, table: Counter[tuple[str, str]]
+) -> None:
+    for case in range(first, min(first + AT_ONCE, CASES)):
         rng = np.random.default_rng(case)
         kind = list(KINDS)[case % len(KINDS)]
         run = tmp_path / f"run-{case}"
@@ -218,8 +232,3 @@ def test_campaign(forked: Forked, folders: dict[str, Path], tmp_path: Path) -> N
         assert (outcome == "right numbers") <= (shown.code == 0), f"{what}: {shown} {done}"
         table[kind, outcome] += 1
         shutil.rmtree(run)
-    columns = ("one-line error", "fell back", "right numbers")
-    print(f"\n{'damage':20}" + "".join(f"{column:>16}" for column in columns))
-    for kind in KINDS:
-        print(f"{kind:20}" + "".join(f"{table[kind, column]:16d}" for column in columns))
-    print(f"{'all ' + str(CASES):20}" + "".join(f"{sum(table[kind, c] for kind in KINDS):16d}" for c in columns))

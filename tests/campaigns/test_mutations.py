@@ -156,9 +156,9 @@ def edited(rng: Random, text: str) -> str:
     return text
 
 
-def command(rng: Random) -> tuple[str, list[str]]:
+def command(rng: Random, base: str) -> tuple[str, list[str]]:
     """A configuration text and the words after `lpnet`."""
-    text = edited(rng, BASES[rng.choice(sorted(BASES))])
+    text = edited(rng, base)
     words = [rng.choice(("train",) * 20 + ("plan", "plan", "trian", "show", "eval", "export")), "config.yaml"]
     for _ in range(rng.choice((0, 0, 1, 1, 2, 3))):
         key = rng.choice(KEYS)
@@ -197,10 +197,13 @@ def judge(done: Done, words: list[str], text: str) -> str:
     return {0: "0 it runs", 1: "1 it fails, one line", 2: "2 refused, one line"}[done.code]
 
 
-@settings(max_examples=CASES, suppress_health_check=list(HealthCheck))
+@pytest.mark.parametrize("base", sorted(BASES))
+@settings(max_examples=-(-CASES // len(BASES)), suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 10**9))
-def test_campaign(seed: int, forked: Forked, table: Counter[str], tmp_path_factory: pytest.TempPathFactory) -> None:
-    text, words = command(Random(seed))
+def test_campaign(
+    base: str, seed: int, forked: Forked, table: Counter[str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    text, words = command(Random(f"{base} {seed}"), BASES[base])
     folder = tmp_path_factory.mktemp("case", numbered=True)
     (folder / "config.yaml").write_bytes(text.encode(errors="surrogatepass"))
     table[judge(forked(words, cwd=folder, timeout=20), words, text)] += 1
