@@ -174,7 +174,7 @@ def mpirun() -> Callable[..., subprocess.CompletedProcess[str]]:
     """
 
     def run(
-        ranks: int, *argv: str | Path, timeout: float = 120, env: dict[str, str] | None = None, cwd: str | Path = ROOT
+        ranks: int, *argv: str | Path, timeout: float = 240, env: dict[str, str] | None = None, cwd: str | Path = ROOT
     ) -> subprocess.CompletedProcess[str]:
         words = [str(word) for word in argv]
         words[:1] = {"python": [sys.executable], "lpnet": [sys.executable, "-m", "lpnet"]}.get(words[0], words[:1])
@@ -185,6 +185,7 @@ def mpirun() -> Callable[..., subprocess.CompletedProcess[str]]:
         # a launcher around these tests must not take the new processes for its own ranks
         launcher = ("OMPI_COMM_", "OMPI_MCA_orte_", "PMIX_", "PMI_")
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(launcher)}
+        inherited.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")  # who waits leaves the core to whom it waits for
         began = time.monotonic()
         done = subprocess.run(
             [*script, *words],

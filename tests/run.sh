@@ -16,6 +16,7 @@ bash jobscripts/setup_env.sh || exit 1
 # shellcheck source=jobscripts/mpi_env.sh
 . jobscripts/mpi_env.sh
 export OMP_NUM_THREADS=1
+export OMPI_MCA_mpi_yield_when_idle="${OMPI_MCA_mpi_yield_when_idle:-1}" # also where others use the cores
 PATH=$PWD/.venv/bin:$PATH
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT

@@ -142,4 +142,4 @@ srun_flags=(--mpi=pmix --kill-on-bad-exit=1 --cpu-bind=none)
 SITE
 
 export LPNET_ROOT=$root LPNET_SITE=$scratch/site.env LPNET_SLURM_JOBS=$scratch/jobs
-timeout -k 10 600 .venv/bin/python -m pytest -p no:cacheprovider --color=no tests/slurm/cases.py "$@"
+timeout -k 10 900 .venv/bin/python -m pytest -p no:cacheprovider --color=no -o faulthandler_timeout=600 tests/slurm/cases.py "$@"
