@@ -154,10 +154,10 @@ def load_state(net: CutNetwork[Any], names: Sequence[str], read: Read) -> None:
                 )
     bounds = read("1/bounds").tolist() if "1/bounds" in known else list(net.bounds)
     if bounds != list(net.bounds):
-        saved, mine = _list(bounds[1:-1]), _list(net.bounds[1:-1])
+        old, new = _list(bounds[1:-1]), _list(net.bounds[1:-1])
         raise CheckpointError(
-            f"the checkpoint has work in flight between modules cut before unit {saved}, and this run cuts before unit "
-            f"{mine}; set fdg.cuts [{saved}], or drain (flush) before saving"
+            f"the checkpoint has work in flight between modules cut before unit {old}, and this run cuts before unit "
+            f"{new}; set fdg.cuts [{old}], or drain (flush) before saving"
         )
     for member in net.members:
         before = _before(member)
