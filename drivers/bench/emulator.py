@@ -1,9 +1,14 @@
 """Emulated against measured step times on 1 and 2 ranks, on a network calibrated by a ping-pong between two ranks.
 
-    python drivers/bench/emulator.py --json emulator.json [--networks calibrated.yaml]
+    python drivers/bench/emulator.py --json emulator.json [--networks calibrated.yaml] [--data FOLDER] [--only WORD]
 
-Runs alternate, measured and emulated, and each is its own process; the ratio is predicted / measured, median with
-minimum and maximum. Needs two quiet cores: a busy machine slows the measured side only.
+Multigrid and decoupled modules, dense and convolutional. FOLDER holds the idx files of MNIST, for the convolutional
+cases. Runs alternate, measured and emulated, and each is its own process; the ratio is predicted / measured, median
+with minimum and maximum. Needs two quiet cores: a busy machine slows the measured side only.
+
+    python drivers/bench/emulator.py --calibrate loopback.yaml
+
+writes the network alone, by the fastest of its trips: a file for --networks.
 """
 
 from __future__ import annotations
@@ -18,16 +23,35 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-CASES = {
-    "dense": ["--model.layers", "256", "--model.width", "8", "--data.train_samples", "1000"],
-    "dense, small batch": ["--model.layers", "256", "--model.width", "8", "--data.train_samples", "100"],
-    "dense, wide": ["--model.layers", "64", "--model.width", "128", "--data.train_samples", "500"],
-}
-COMMON = [
+DENSE = ["--data.validation_samples", "100"]
+CONV = ["--data.name", "mnist", "--data.validation_samples", "10"]
+MULTIGRID = [
     *("--method", "mgrit", "--mgrit.levels", "2", "--mgrit.coarsening", "16"),
     *("--mgrit.forward_iterations", "2", "--mgrit.adjoint_iterations", "1"),
-    *("--data.validation_samples", "100", "--run.log_level", "WARNING", "--parallel.threads", "1"),
 ]
+MODULES = ["--method", "fdg", "--fdg.modules", "2", "--fdg.cuts", "uniform", "--optim.name", "sgd"]
+CASES = {
+    "mgrit, dense": [
+        *(*MULTIGRID, *DENSE, "--model.layers", "256", "--model.width", "8", "--data.train_samples", "1000"),
+    ],
+    "mgrit, dense, small batch": [
+        *(*MULTIGRID, *DENSE, "--model.layers", "256", "--model.width", "8", "--data.train_samples", "100"),
+    ],
+    "mgrit, dense, wide": [
+        *(*MULTIGRID, *DENSE, "--model.layers", "64", "--model.width", "128", "--data.train_samples", "500"),
+    ],
+    "mgrit, conv": [
+        *(*MULTIGRID, *CONV, "--model.name", "conv", "--model.layers", "64", "--model.width", "4"),
+        *("--model.opening", "replicate", "--data.train_samples", "64"),
+    ],
+    "fdg, dense": [
+        *(*MODULES, *DENSE, "--model.layers", "64", "--model.width", "128", "--data.train_samples", "500"),
+    ],
+    "fdg, conv": [
+        *(*MODULES, *CONV, "--model.name", "resnet_mnist", "--model.depth", "14", "--data.train_samples", "64"),
+    ],
+}
+COMMON = ["--run.log_level", "WARNING", "--parallel.threads", "1"]
 SIZES = (0, 1 << 20)  # bytes of the ping-pong
 REPEAT = 400
 
@@ -40,7 +64,7 @@ def ping_pong(out: Path) -> None:
     from lpnet.parallel.comm import Comm
 
     comm = Comm(MPI.COMM_WORLD)
-    seconds, overheads = [], []
+    seconds, overheads, fastest = [], [], []
     for size in SIZES:
         data = torch.zeros(max(size, 1), dtype=torch.uint8)
         trips = []
@@ -57,15 +81,21 @@ def ping_pong(out: Path) -> None:
                     comm.irecv(data, 1 - comm.rank, turn).Wait()
             trips.append((time.perf_counter() - began) / 2)
         seconds.append(statistics.median(trips))
+        fastest.append(min(trips))
     if comm.rank == 0:
-        overhead = statistics.median(overheads[:REPEAT])
-        latency = max(seconds[0] - 2 * overhead, 1e-7)
-        bandwidth = SIZES[1] / max(seconds[1] - seconds[0], 1e-9)
-        values = {"ranks_per_node": 1024, "send_overhead_s": overhead}
-        for place in ("intra", "inter"):
-            values |= {f"{place}_latency_s": latency, f"{place}_bandwidth": bandwidth}
-        out.write_text("calibrated:\n" + "".join(f"  {key}: {value:.6g}\n" for key, value in values.items()))
+        text = _network("calibrated", seconds, statistics.median(overheads[:REPEAT]))
+        out.write_text(text + _network("loopback", fastest, min(overheads[:REPEAT])))
     comm.free()
+
+
+def _network(name: str, seconds: Sequence[float], overhead: float) -> str:
+    """A network from one-way trips of SIZES bytes."""
+    latency = max(seconds[0] - overhead, 1e-7)  # a receive is posted while the message is sent
+    bandwidth = (SIZES[1] - SIZES[0]) / max(seconds[1] - seconds[0], 1e-9)
+    values = {"ranks_per_node": 1024, "send_overhead_s": overhead}
+    for place in ("intra", "inter"):
+        values |= {f"{place}_latency_s": latency, f"{place}_bandwidth": bandwidth}
+    return f"{name}:\n" + "".join(f"  {key}: {value:.6g}\n" for key, value in values.items())
 
 
 def step_seconds(words: Sequence[str], ranks: int, launched: bool) -> float:
@@ -86,16 +116,25 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5, help="rounds that count")
     parser.add_argument("--networks", type=Path, default=Path("calibrated.yaml"), help="file of the calibrated network")
     parser.add_argument("--part", type=Path, help=argparse.SUPPRESS)  # the ping-pong, under mpirun
+    parser.add_argument("--calibrate", type=Path, help="write the network to this file, and nothing more")
+    parser.add_argument("--data", help="folder of MNIST; None: dense cases only")
+    parser.add_argument("--only", default="", help="cases whose name has this in it")
     options = parser.parse_args()
+    options.networks = options.calibrate or options.networks
     if options.part is not None:
         ping_pong(options.part)
         return
     script = ["mpirun", "-n", "2", sys.executable, "-m", "mpi4py", __file__, "--part", str(options.networks)]
     subprocess.run(script, check=True, timeout=120)
     print(options.networks.read_text())
+    if options.calibrate is not None:
+        return
     rows = []
     print("| case | ranks | measured ms | predicted ms | predicted / measured (min - max) |\n|---|---|---|---|---|")
     for name, words in CASES.items():
+        if options.only not in name or ("conv" in name and options.data is None):
+            continue
+        words = [*words, "--data.root", options.data] if "conv" in name else words
         for ranks in (1, 2):
             emulate = ["--emulate", str(ranks), "--network", "calibrated", "--networks", str(options.networks)]
             pairs = [

@@ -25,8 +25,8 @@ from lpnet.train.decoupled import DecoupledNet
 from lpnet.train.strategies import StepReport
 
 SHOWN = 8  # ranks in a table
-SETTLE = 2  # steps after the warm-up whose costs are known when the clocks of emulated ranks start
-WARM = 3  # steps that are not counted: first use of memory, cold starts
+SETTLE = 1  # steps after the warm-up whose costs are known when the clocks of emulated ranks start
+WARM = 2  # steps that are not counted: first use of memory, cold starts
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,6 @@ def profile(config: Config, comm: Comm, *, steps: int = 20) -> Profile:
         comm.restart_clocks()
         run(SETTLE, timed=False)
         whole = run(steps, timed=False)["step"]
-        run(1, timed=True)
         found = run(max(steps // 2, 1), timed=True)
     finally:
         trace.stop()

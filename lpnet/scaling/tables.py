@@ -76,4 +76,19 @@ def markdown(study: Study, rows: Sequence[Row]) -> str:
             for name in COLUMNS
         ]
         lines.append("| " + " | ".join(cells) + " |")
+    lines += _residuals(rows)
     return "\n".join(lines) + "\n"
+
+
+def _residuals(rows: Sequence[Row]) -> list[str]:
+    """One history per depth and setting, which does not depend on the ranks."""
+    found = {(row.layers, row.series): row.residuals for row in rows if len(row.residuals) > 1}
+    if not found:
+        return []
+    most = max(map(len, found.values()))
+    lines = ["", "Residual of the last forward solve, before the first iteration and after every one:", ""]
+    lines += ["| layers | method | " + " | ".join(map(str, range(most))) + " |", "|" + "---|" * (most + 2)]
+    for (layers, series), values in sorted(found.items()):
+        cells = [f"{value:.1e}" for value in values] + [""] * (most - len(values))
+        lines.append(f"| {layers} | {series} | " + " | ".join(cells) + " |")
+    return lines

@@ -111,7 +111,7 @@ def tune(config: Config, ranks: int, network: NetworkModel, *, most_error: float
     else:
         costs = None
         found = Measured(None, measure_units(config), batch_size(config), network)
-    config = replace(config, mgrit=_warm(config.mgrit))
+    config = replace(config, mgrit=warm(config.mgrit))
     counts = sorted({max(ranks // share, 1) for share in (1, 2, 4)} - {1}, reverse=True)
     candidates = [plan for count in counts for plan in every(config, count, found)]
     candidates.sort(key=lambda plan: plan.model_seconds)
@@ -150,7 +150,7 @@ def _finalists(candidates: Sequence[Plan]) -> list[Plan]:
     return taken
 
 
-def _warm(mgrit: MGRIT) -> MGRIT:
+def warm(mgrit: MGRIT) -> MGRIT:
     """Two forward iterations and one adjoint iteration from kept states, where the settings iterate to a tolerance."""
     return replace(
         mgrit,
@@ -165,7 +165,7 @@ def _emulated(plan: Plan, network: NetworkModel) -> Plan:
     """The plan with its emulated time and its gradient error; one that diverges or is refused has neither."""
     try:
         seconds = bench(plan.config, Request((plan.ranks,), network), steps=STEPS)[0].seconds
-        error = 0.0 if plan.exact else _error(plan)
+        error = 0.0 if plan.exact else error_of(plan)
     except LpnetError:
         if plan.family == "serial":
             raise
@@ -173,7 +173,7 @@ def _emulated(plan: Plan, network: NetworkModel) -> Plan:
     return replace(plan, emulated_seconds=seconds, gradient_error=error)
 
 
-def _error(plan: Plan) -> float:
+def error_of(plan: Plan) -> float:
     """Relative gradient error, which does not depend on the ranks and replicas: found on one rank."""
     parallel = replace(plan.config.parallel, replicas=1)
     config = replace(plan.config, parallel=parallel)

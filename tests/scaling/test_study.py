@@ -81,6 +81,7 @@ def test_a_study(study: Path, tmp_path: Path, capsys: Any) -> None:
     content = json.loads((out / "study.json").read_text())
     assert content["network"]["name"] == "infiniband" and len(content["rows"][1]["residuals"]) == 3
     text = (out / "study.md").read_text()
+    assert "| layers | method | 0 | 1 | 2 |" in text and "| 16 | mgrit levels 2, coarsening 4 | " in text
     assert "predicted by emulation on infiniband: 32 ranks per node" in text and text in capsys.readouterr().out + "\n"
     pictures = ("speedup", "efficiency", "spans", "critical_path", "residuals")
     assert all((out / f"{name}.png").read_bytes()[:4] == b"\x89PNG" for name in pictures)

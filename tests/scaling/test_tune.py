@@ -85,7 +85,7 @@ def test_within_ten_percent_of_a_full_search(monkeypatch: pytest.MonkeyPatch) ->
     for layers, ranks in ((64, 8), (128, 32), (256, 16)):
         run = config(layers=layers)
         choice = planner.tune(run, ranks, INFINIBAND)
-        warm = planner._warm(run.mgrit)
+        warm = planner.warm(run.mgrit)
         every = [
             multigrid(replace(run, mgrit=replace(warm, levels=len(g) + 1, coarsening=list(g))), ranks, replicas,
                       measured(run)).model_seconds
