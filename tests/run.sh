@@ -2,7 +2,7 @@
 # Set-up, lint, the serial tests, the tests on four ranks: bash tests/run.sh [--full] [pytest arguments]
 # --full adds the suites that need root or extra packages (SLURM, browser). The last line is the total.
 #   LPNET_DATA, LPNET_ORACLES  folders of public data sets and oracles; tests that need them skip without
-#   LPNET_SERIAL_TIMEOUT, LPNET_RANKS_TIMEOUT  seconds for the pass without mpirun (1800) and on four ranks (900)
+#   LPNET_SERIAL_TIMEOUT, LPNET_RANKS_TIMEOUT  seconds for the pass without mpirun (1800) and on four ranks (1800)
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 
@@ -85,7 +85,7 @@ limit=(timeout -k 10)
 color=no
 [[ -t 1 ]] && color=yes
 tests serial "${limit[@]}" "${LPNET_SERIAL_TIMEOUT:-1800}" python -m pytest --color=$color -m "not ranks" "$@"
-tests ranks "${limit[@]}" "${LPNET_RANKS_TIMEOUT:-900}" \
+tests ranks "${limit[@]}" "${LPNET_RANKS_TIMEOUT:-1800}" \
     mpirun -n 4 python -m pytest --color=$color -m ranks -p no:cacheprovider -o faulthandler_timeout=120 "$@"
 if ((full)); then
     suite slurm tests/slurm/run.sh
