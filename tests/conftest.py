@@ -167,7 +167,7 @@ def oracle_root() -> Path:
 
 @pytest.fixture(scope="session")
 def mpirun() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run whole processes: `mpirun(2, "lpnet", "train", cfg, timeout=60, env={...}, cwd=...)`.
+    """Run whole processes: `mpirun(2, "lpnet", "train", cfg, timeout=240, env={...}, cwd=...)`.
 
     "python" as the first word is this interpreter, "lpnet" this interpreter's lpnet; 0 ranks runs it without mpirun.
     Returns the finished process, with stdout and stderr as text and `seconds`; one that overruns fails the test.

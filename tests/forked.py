@@ -53,7 +53,7 @@ class Forked:
         self._server.stdin.close()  # type: ignore[union-attr]
         self._server.wait()
 
-    def __call__(self, arguments: list[Any], *, cwd: Path = ROOT, timeout: float = 30, umask: int = 0o022) -> Done:
+    def __call__(self, arguments: list[Any], *, cwd: Path = ROOT, timeout: float = 150, umask: int = 0o022) -> Done:
         words = [str(word) for word in arguments]
         order = {"arguments": words, "cwd": str(cwd), "timeout": timeout, "umask": umask}
         self._server.stdin.write(json.dumps(order) + "\n")  # type: ignore[union-attr]

@@ -56,7 +56,7 @@ class Run:
         except FileNotFoundError:
             return 0
 
-    def until(self, what: Callable[[], object], timeout: float = 60) -> bool:
+    def until(self, what: Callable[[], object], timeout: float = 240) -> bool:
         """Wait until something holds; False where the run has ended before."""
         end = time.monotonic() + timeout
         while not what():
@@ -76,7 +76,7 @@ class Run:
                 continue
         raise AssertionError(f"there is no rank {rank}:\n{self.text()}")
 
-    def wait(self, timeout: float = 120) -> int:
+    def wait(self, timeout: float = 240) -> int:
         """The exit code."""
         try:
             return self.process.wait(timeout)

@@ -219,13 +219,13 @@ def test_a_closed_pipe_is_no_failure() -> None:
     ],
 )
 def test_two_ranks_say_it_once(mpirun: Callable[..., Any], arguments: list[str], message: str) -> None:
-    done = mpirun(2, "lpnet", *arguments, timeout=60)
+    done = mpirun(2, "lpnet", *arguments)
     assert done.returncode == 2
     assert [line for line in done.stderr.splitlines() if "lpnet " in line] == [f"[lpnet 0/2 ERROR] {message}"]
 
 
 def test_info_under_mpirun_is_printed_once_and_starts_no_mpi(mpirun: Callable[..., Any]) -> None:
-    done = mpirun(2, "lpnet", "info", timeout=60)
+    done = mpirun(2, "lpnet", "info")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert sum(line.startswith("lpnet ") for line in lines) == 1
@@ -235,7 +235,7 @@ def test_info_under_mpirun_is_printed_once_and_starts_no_mpi(mpirun: Callable[..
 def test_ranks_that_do_not_find_each_other_stop(mpirun: Callable[..., Any]) -> None:
     # what a launcher of another MPI library looks like to this process
     env = {"PMI_RANK": "0", "PMI_SIZE": "2"}
-    done = mpirun(0, "lpnet", "train", PEAKS, timeout=60, env=env)
+    done = mpirun(0, "lpnet", "train", PEAKS, env=env)
     assert done.returncode == 2
     assert "[lpnet 0/2 ERROR] MPICH started 2 ranks (PMI_SIZE), but mpi4py loaded " in done.stderr
     assert "which sees 1 rank; use the mpirun of that library" in done.stderr

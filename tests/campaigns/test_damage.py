@@ -215,11 +215,11 @@ def test_campaign(
         if both:
             damage(run / OLDER, kind, rng, folders["other"])
         what = f"case {case}, {kind}{', both files' if both else ''}"
-        shown = forked(["show", "--verify", newest], timeout=60)  # HDF5 that goes round in circles is ended after 15 s
+        shown = forked(["show", "--verify", newest], timeout=150)  # HDF5 that goes round in circles is ended after 15 s
         assert shown.code in (0, 2) and not shown.traceback, f"{what}: {shown}"
         assert shown.code == 0 or (len(shown.errors) == 1 and str(newest) in shown.errors[0]), f"{what}: {shown}"
         words = ["train", folders["config"], "--run.out", run, "--resume", "auto", "--run.steps", "6"]
-        done = forked(words, timeout=60)
+        done = forked(words, timeout=150)
         assert not done.traceback and done.code in (0, 2), f"{what}: {done}"
         if done.code == 0:
             assert differences(run / LAST, folders["whole"] / LAST) == [], f"{what}: other numbers\n{done.err}"

@@ -206,6 +206,6 @@ def test_campaign(
     text, words = command(Random(f"{base} {seed}"), BASES[base])
     folder = tmp_path_factory.mktemp("case", numbered=True)
     (folder / "config.yaml").write_bytes(text.encode(errors="surrogatepass"))
-    table[judge(forked(words, cwd=folder, timeout=20), words, text)] += 1
+    table[judge(forked(words, cwd=folder, timeout=100), words, text)] += 1
     assert not (folder / "pwned").exists()
     shutil.rmtree(folder)

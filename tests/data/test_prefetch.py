@@ -26,7 +26,7 @@ def none_left():
     assert threads() == []
 
 
-def wait_until(condition, seconds=5.0):
+def wait_until(condition, seconds=60.0):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "did not happen in time"
@@ -135,7 +135,7 @@ def test_python_ends_while_the_thread_runs(end):
         "items = Prefetch(lambda step: torch.randn(50, 50) @ torch.randn(50, 50))\n"
         f"next(items)\n{end}\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
     assert done.returncode == {"pass": 0, "raise SystemExit(3)": 3, "1 / 0": 1}[end]
     assert "Fatal" not in done.stderr and ("ZeroDivisionError" in done.stderr) == (end == "1 / 0")
 

@@ -126,7 +126,7 @@ def failing_step(fdg, data, kind, text):
         for x, y in data:
             fdg.step(x, y)
         fdg.flush()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60
     with pytest.raises(LpnetError, match="training has ended with an error"):
         fdg.step(*data[0])
     fdg.close()
@@ -181,7 +181,7 @@ def test_an_exception_during_evaluation_ends_all(comm):
         began = time.monotonic()
         with pytest.raises((ValueError, LpnetError), match="no evaluation today"):
             fdg.evaluate(batches(9))
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 60
         fdg.close()
 
 
@@ -205,7 +205,7 @@ def test_evaluation_on_different_numbers_of_batches(comm):
         began = time.monotonic()
         with pytest.raises(LpnetError):
             fdg.evaluate(batches(4 + (more if comm.rank == comm.size - 1 else 0)))
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 60
         fdg.close()
 
 

@@ -97,17 +97,17 @@ def test_a_sender_waits_when_its_queue_is_full_and_no_sooner(comm):
     box, big = MPIMailbox(Comm(comm), capacity=2), torch.randn(500_000)
     comm.barrier()
     if comm.rank == 0:
-        began = time.perf_counter()
         box.post("activation", Message(0, big))
         box.post("activation", Message(1, big))
-        assert time.perf_counter() - began < 0.2 and not box.vacant("activation")
+        assert box.waited_send == 0 and not box.vacant("activation")
         box.post("activation", Message(2, big))
-        assert box.waited_send > 0.2
+        assert box.waited_send > 0
     else:
         time.sleep(0.5)
+        began = time.perf_counter()
         for k in range(3):
             assert box.take("activation").batch == k
-        assert box.waited_receive < 0.4
+        assert box.waited_receive <= time.perf_counter() - began  # the sleep was no waiting
     box.settle()
     box.close()
 
@@ -122,7 +122,7 @@ def test_messages_arrive_while_the_receiver_computes(comm):
     else:
         box.prepare("activation")
         comm.barrier()
-        deadline = time.perf_counter() + 5
+        deadline = time.perf_counter() + 60
         while not box.ready("activation") and time.perf_counter() < deadline:
             time.sleep(0.001)  # computing
             box.poll()
@@ -142,7 +142,7 @@ def test_an_alarm_reaches_a_rank_that_waits(comm):
         with pytest.raises(UsageError, match="the third rank is ill") as caught:
             box.take("gradient")
         box.alarm(caught.value, "module 2")
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 60
     comm.barrier()
     box.close()
 

@@ -55,7 +55,7 @@ for backward in ("stash", "recompute"):
 def test_peak_memory_is_as_planned(mpirun):
     # glibc's heap holds back freed blocks; with this threshold every tensor is given back at once
     env = {"MALLOC_MMAP_THRESHOLD_": "131072", "OMP_NUM_THREADS": "1"}
-    done = mpirun(2, "python", "-c", PROGRAM, timeout=100, env=env)
+    done = mpirun(2, "python", "-c", PROGRAM, env=env)
     assert done.returncode == 0, done.stderr
     rows = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("RESULT")]
     assert [row[0] for row in rows] == ["stash", "recompute"]

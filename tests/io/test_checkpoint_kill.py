@@ -35,7 +35,7 @@ def run(mpirun: Mpirun, folder: Path, moment: str, who: int) -> tuple[int, str]:
     root = Path(__file__).parents[2]
     words = [sys.executable, PROGRAM, folder, 2, moment, who]
     script = 'mpirun -n 3 "$@" 2>&1; echo "status $?"'
-    done = mpirun(0, "bash", "-c", script, "bash", *words, timeout=60, env={"PYTHONPATH": f"{root}:{root / 'tests'}"})
+    done = mpirun(0, "bash", "-c", script, "bash", *words, env={"PYTHONPATH": f"{root}:{root / 'tests'}"})
     text, _, status = done.stdout.rpartition("status ")
     return int(status), text
 

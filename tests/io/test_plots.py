@@ -213,4 +213,4 @@ def test_nothing_of_the_user_s_matplotlib_is_touched(tmp_path):
         "assert plots.curves(folder / 'metrics.jsonl', folder / 'curves.png')\n"
         "assert matplotlib.rcParams['font.size'] == 17 and 'matplotlib.pyplot' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-W", "error", "-c", code, str(tmp_path)], check=True, timeout=60, cwd=ROOT)
+    subprocess.run([sys.executable, "-W", "error", "-c", code, str(tmp_path)], check=True, timeout=240, cwd=ROOT)

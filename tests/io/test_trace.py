@@ -27,11 +27,11 @@ def test_off_records_nothing(tmp_path: Path) -> None:
     tracer.end(tracer.begin(), "b")
     assert tracer.totals() == {}
     assert tracer.span("a") is tracer.span("b")  # the same object: nothing is made
-    began = time.perf_counter()
+    began = time.process_time()
     for _ in range(10_000):
         with tracer.span("a"):
             pass
-    assert time.perf_counter() - began < 0.5  # 50 microseconds a span; it takes a fraction of one
+    assert time.process_time() - began < 0.5  # 50 microseconds a span; it takes a fraction of one
 
 
 def test_spans_and_totals(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -186,11 +185,12 @@ def test_the_exit_code_is_that_of_the_error(error: Exception, code: int) -> None
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize(("rank", "size", "waits"), [(0, 1, False), (0, 2, False), (1, 2, True), (1, 0, True)])
 def test_the_other_ranks_leave_the_message_to_rank_0(
-    capsys: pytest.CaptureFixture[str], rank: int, size: int, waits: bool
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, rank: int, size: int, waits: bool
 ) -> None:
-    began = time.monotonic()
+    slept: list[float] = []
+    monkeypatch.setattr(launch.time, "sleep", slept.append)
     launch.fail(UsageError("the same on all ranks"), rank=rank, size=size)
-    assert (time.monotonic() - began > 0.15) == waits
+    assert bool(slept) == waits
     assert capsys.readouterr().err == f"[lpnet {rank}/{size} ERROR] the same on all ranks\n"
 
 
@@ -284,7 +284,7 @@ def test_a_job_ends_with_the_exit_code_and_each_message_once(
 ) -> None:
     script = tmp_path / "job.py"
     script.write_text(COMMAND)
-    done = mpirun(2, "python", script, case, timeout=60, env={"PYTHONPATH": str(ROOT)})
+    done = mpirun(2, "python", script, case, timeout=240, env={"PYTHONPATH": str(ROOT)})
     assert done.returncode == code, done.stderr
     lines = [line for line in done.stderr.splitlines() if "[lpnet " in line and " ERROR]" in line]
     assert sum(line.endswith(message) for line in lines) == (1 if message else 0), done.stderr

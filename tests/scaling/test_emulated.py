@@ -46,7 +46,7 @@ def test_train_equals_mpirun_bit_for_bit(small: Path, tmp_path: Path, mpirun: An
     assert main(["train", str(small), *flags, "--emulate", "1,2,3", "--run.out", str(tmp_path / "virtual")]) == 0
     for ranks in (1, 2, 3):
         real = tmp_path / f"real-{ranks}"
-        done = mpirun(ranks if ranks > 1 else 0, "lpnet", "train", small, *flags, "--run.out", real, timeout=60)
+        done = mpirun(ranks if ranks > 1 else 0, "lpnet", "train", small, *flags, "--run.out", real)
         assert done.returncode == 0, done.stderr
         same_runs(tmp_path / "virtual" / f"ranks-{ranks}", real, 4)
 

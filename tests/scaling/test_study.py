@@ -137,7 +137,7 @@ def test_weak_scaling(study: Path, tmp_path: Path) -> None:
 def test_measured_cells_are_launched(study: Path, tmp_path: Path, mpirun: Any) -> None:
     study.write_text(SHORT.replace("gradient_error: true\nequal_loss: 4\n", "").replace("[2, 4, 32]", "[2, 32]"))
     flags = ["--run", "measured", "--launch", "mpirun -n {ranks}"]
-    done = mpirun(0, "lpnet", "study", study, "--out", tmp_path / "out", *flags, timeout=150)
+    done = mpirun(0, "lpnet", "study", study, "--out", tmp_path / "out", *flags)
     assert done.returncode == 0, done.stderr
     rows = table(tmp_path / "out")
     assert [row["status"] for row in rows] == ["done", "done", "skipped", "done"]

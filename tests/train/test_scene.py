@@ -11,7 +11,7 @@ def test_salinas_a_on_two_ranks_reaches_the_serial_accuracy(data_root, mpirun, t
     for ranks, more in ((2, []), (1, ["--method", "serial"])):
         out = tmp_path / f"run{ranks}"
         flags = ["--data.root", root, "--run.out", str(out), "--run.steps", "180", *more]
-        result = mpirun(ranks, "lpnet", "train", config, *flags, timeout=200)
+        result = mpirun(ranks, "lpnet", "train", config, *flags)
         assert result.returncode == 0, result.stderr
         scores.append(read(out / "metrics.jsonl")[-1]["val_accuracy"])
         assert (out / "class_map.png").stat().st_size > 10_000

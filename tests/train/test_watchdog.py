@@ -40,7 +40,7 @@ def test_stacks_and_last_messages_of_all_ranks(mpirun, tmp_path, where, ranks):
     (tmp_path / "config.yaml").write_text(CONFIG)
     (tmp_path / "stuck.py").write_text(STUCK)
     words = ["train", tmp_path / "config.yaml", "--run.out", tmp_path / "run"]
-    done = mpirun(ranks, "python", tmp_path / "stuck.py", where, *words, timeout=60)
+    done = mpirun(ranks, "python", tmp_path / "stuck.py", where, *words)
     assert done.returncode == 1, (done.returncode, done.stderr)
     reporting = [0, 1] if ranks and where == "python" else [0]
     for rank in reporting:
