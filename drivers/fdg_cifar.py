@@ -1,7 +1,7 @@
 """The CIFAR-10 table of Zhuang et al. 2021: backpropagation, decoupled without and with shrinking, median of seeds.
 
     python drivers/fdg_cifar.py --root FOLDER --out runs/table resnet20 resnet56         # full size, for a cluster
-    python drivers/fdg_cifar.py --root FOLDER --out runs/small --small                   # two cores, some minutes
+    python drivers/fdg_cifar.py --root FOLDER --mnist FOLDER --out runs/small --small    # two cores, see fdg_small.py
 
 Every run is `lpnet train` on K ranks; finished runs are not run again. Prints a Markdown table of test errors.
 """
@@ -13,6 +13,8 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+
+import fdg_small
 
 from lpnet.io.metrics import read
 
@@ -28,16 +30,6 @@ BEST = {
     ("resnet1202", 2): 0.7,
     ("wrn28_10", 2): 0.7,
 }
-SMALL = [
-    "--model.depth",
-    "8",
-    "--data.train_samples",
-    "5000",
-    "--data.validation_samples",
-    "1000",
-    "--run.steps",
-    "400",
-]
 
 
 def variants(name: str, modules: int) -> dict[str, list[str]]:
@@ -52,11 +44,11 @@ def variants(name: str, modules: int) -> dict[str, list[str]]:
     }
 
 
-def error_of(name: str, flags: list[str], out: Path, root: Path, more: list[str], ranks: int) -> float:
+def error_of(name: str, flags: list[str], out: Path, root: Path, ranks: int) -> float:
     """Test error in per cent of one run, run now where it is not there yet."""
     if not (out / "curves.png").exists():
         command = [sys.executable, "-m", "lpnet", "train", str(CONFIGS / f"{name}.yaml"), "--data.root", str(root)]
-        command += ["--run.out", str(out), "--resume", "auto", *flags, *more]
+        command += ["--run.out", str(out), "--resume", "auto", *flags]
         launcher = ["mpirun", "-n", str(ranks)] if ranks > 1 else []
         subprocess.run([*launcher, *command], check=True)
     scores = [row["val_accuracy"] for row in read(out / "metrics.jsonl") if row["val_accuracy"] is not None]
@@ -71,10 +63,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for the runs")
     parser.add_argument("--modules", type=int, default=2)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--small", action="store_true", help="ResNet-8 on 5,000 images, 10 epochs")
+    parser.add_argument("--small", action="store_true", help="the study of fdg_small.py in place of the paper's table")
+    parser.add_argument("--mnist", type=Path, help="folder with MNIST, for --small; left out without")
     parser.add_argument("--one-process", action="store_true", help="all modules on one rank, with the same bits")
     args = parser.parse_args()
-    more = [*SMALL, "--optim.decay_epochs", "[5, 8]", "--run.eval_every", "0"] if args.small else []
+    if args.small:
+        fdg_small.main(
+            [
+                *("--out", str(args.out), "--cifar10", str(args.root)),
+                *(("--mnist", str(args.mnist)) if args.mnist is not None else ()),
+            ]
+        )
+        return
     lines = []
     for name in args.networks or ["resnet20"]:
         cells = []
@@ -82,9 +82,7 @@ def main() -> None:
             ranks = 1 if column == "BP" or args.one_process else args.modules
             out = args.out / f"{name}-{args.modules}-{column.replace(' ', '-')}"
             errors = [
-                error_of(
-                    name, flags, out.with_name(f"{out.name}-{seed}"), args.root, [*more, "--seed", str(seed)], ranks
-                )
+                error_of(name, [*flags, "--seed", str(seed)], out.with_name(f"{out.name}-{seed}"), args.root, ranks)
                 for seed in range(args.seeds)
             ]
             cells.append((column, statistics.median(errors), min(errors), max(errors)))

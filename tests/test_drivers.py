@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import re
+import sys
+from pathlib import Path
 
 import pytest
+
+DRIVERS = Path(__file__).resolve().parents[1] / "drivers"
 
 
 @pytest.mark.parametrize("script, options", [
@@ -16,3 +22,63 @@ def test_it_runs_and_its_loss_falls(mpirun, script, options):
     assert done.returncode == 0, done.stderr
     losses = [float(value) for value in re.findall(r"loss ([\d.]+)", done.stdout)]
     assert len(losses) >= 2 and losses[-1] < losses[0], done.stdout
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """drivers/fdg_small.py with fewer rows."""
+    spec = importlib.util.spec_from_file_location("fdg_small", DRIVERS / "fdg_small.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "fdg_small", module)  # its dataclass looks itself up
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "MODULES", (2, 3))
+    methods = {name: module.METHODS[name] for name in ("BP", "FDG, beta = 1", "FDG, best beta")}
+    monkeypatch.setattr(module, "METHODS", methods)
+    return module
+
+
+def test_the_small_study_chooses_on_held_out_samples_and_goes_on_where_it_was(small, tmp_path, monkeypatch):
+    done = []
+
+    def train(cell, root, out, more):
+        if len(done) == stop:
+            raise KeyboardInterrupt
+        done.append(cell)
+        error = {0.1: 4.0, 0.2: 3.0}[cell.rate] + cell.beta + cell.seed / 10
+        return {**vars(cell), "error": error, "diverged": False, "seconds": 2.0, "cpu_seconds": 1.0}
+
+    monkeypatch.setattr(small, "train", train)
+    study = small.Study(tmp_path, {"mnist": tmp_path})
+    stop = 9
+    with pytest.raises(KeyboardInterrupt):
+        study.run()
+    stop = -1
+    study.run()
+    choices = [cell for cell in done if cell.held_out]
+    assert len(done) == len(set(done)) == len(choices) + 3 * 5
+    assert {(cell.modules, cell.seed) for cell in choices if cell.method != "BP"} == {(2, 100), (4, 100)}
+    assert {cell.rate for cell in done if not cell.held_out} == {0.2}
+    assert {cell.beta for cell in done if cell.method == "FDG, best beta" and not cell.held_out} == {0.5}
+    text = (tmp_path / "table.md").read_text()
+    assert "| FDG, best beta | 3.60 (3.50 - 3.70) (0.2, 0.5) | 3.60 (3.50 - 3.70) (0.2, 0.5) |" in text
+    assert "K = 2: best FDG, best beta, 3.60 %; backpropagation 4.10 (4.00 - 4.20): -0.50 points, within its" in text
+    assert f"{len(done)} runs, 0.01 core hours, 0 diverged" in text
+    for path in (tmp_path / "cells").glob("*test*seed1.json"):
+        path.unlink()
+    study.write()
+    assert "2 of 3 seeds" in (tmp_path / "table.md").read_text()
+
+
+def test_one_run_of_the_small_study(small, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    from data.test_mnist import write
+
+    write(tmp_path)
+    monkeypatch.setattr(small, "HELD_OUT", {"mnist": 10})
+    more = ["--data.train_samples", "20", "--data.batch_size", "8", "--run.steps", "4", "--optim.decay_epochs", "[]"]
+    study = small.Study(tmp_path / "out", {"mnist": tmp_path}, more)
+    cell = small.Cell("mnist", "FDG, best beta", 3, 0.1, 0.5, 0, True)
+    found = study.result(cell)
+    assert 0 <= found["error"] <= 100 and not found["diverged"]
+    assert json.loads((tmp_path / "out" / "cells" / f"{cell.name}.json").read_text()) == found
+    assert (tmp_path / "out" / "runs" / cell.name / "metrics.jsonl").exists()

@@ -14,6 +14,7 @@ from typing import Literal, get_args
 import torch
 
 from lpnet.errors import UsageError
+from lpnet.nn.halves import halved
 from lpnet.nn.units import BasicBlock, Bottleneck, Head, Norm, Shortcut, assemble, one_of, stem_unit
 
 StemKind = Literal["cifar", "imagenet"]
@@ -36,6 +37,7 @@ def resnet_cifar(
     width: int = 16,
     shortcut: Shortcut = "pad",
     norm: Norm = "batch",
+    split: Sequence[str] = (),
 ) -> torch.nn.Sequential:
     """The CIFAR ResNet with 6n + 2 layers: (batch, channels, height, width) to (batch, classes). No communication.
 
@@ -48,6 +50,7 @@ def resnet_cifar(
         shortcut: where the size changes: pad is option A (every second pixel, channels filled with zeros, no
             parameters); projection is option B (a 1 x 1 convolution).
         norm: batch, or group (8 groups, the same for any split of a batch).
+        split: blocks that are two units each, such as "block2.conv2": see `lpnet.nn.halves`.
 
     Raises:
         UsageError: a depth that is not 6n + 2, or another option out of range.
@@ -55,7 +58,7 @@ def resnet_cifar(
     blocks = blocks_per_stage(depth, 2, "a CIFAR ResNet")
     stages = ((width, blocks, 1), (2 * width, blocks, 2), (4 * width, blocks, 2))
     middle = _stages(width, stages, shortcut, norm)
-    return assemble([stem_unit(channels, width, norm), *middle, Head(4 * width, classes)], seed=seed)
+    return halved(assemble([stem_unit(channels, width, norm), *middle, Head(4 * width, classes)], seed=seed), split)
 
 
 def resnet(
@@ -66,6 +69,7 @@ def resnet(
     stem: StemKind = "cifar",
     channels: int = 3,
     norm: Norm = "batch",
+    split: Sequence[str] = (),
 ) -> torch.nn.Sequential:
     """The ImageNet ResNet, for small images as well: (batch, channels, height, width) to (batch, classes).
 
@@ -79,6 +83,7 @@ def resnet(
         stem: imagenet: 7 x 7 convolution with stride 2, then max-pooling with stride 2; cifar: 3 x 3 with stride 1.
         channels: channels of the images.
         norm: batch, or group (8 groups).
+        split: blocks that are two units each; not bottlenecks.
 
     Raises:
         UsageError: another depth or option.
@@ -91,11 +96,18 @@ def resnet(
     first = stem_unit(channels, 64, norm, kernel=7 if large else 3, stride=2 if large else 1, pool=large)
     stages = [(64 * 2**k, count, 1 if k == 0 else 2) for k, count in enumerate(blocks)]
     middle = _stages(64, stages, "projection", norm, bottleneck=bottleneck)
-    return assemble([first, *middle, Head(512 * (Bottleneck.expansion if bottleneck else 1), classes)], seed=seed)
+    head = Head(512 * (Bottleneck.expansion if bottleneck else 1), classes)
+    return halved(assemble([first, *middle, head], seed=seed), split)
 
 
 def resnet_mnist(
-    depth: int = 8, *, seed: int = 0, classes: int = 10, width: int = 8, norm: Norm = "batch"
+    depth: int = 8,
+    *,
+    seed: int = 0,
+    classes: int = 10,
+    width: int = 8,
+    norm: Norm = "batch",
+    split: Sequence[str] = (),
 ) -> torch.nn.Sequential:
     """A small ResNet for (batch, 1, 28, 28): `resnet_cifar` whose stem halves the image first. No communication.
 
@@ -105,6 +117,7 @@ def resnet_mnist(
         classes: logits.
         width: channels of the first stage.
         norm: batch, or group (8 groups).
+        split: blocks that are two units each.
 
     Raises:
         UsageError: a depth that is not 6n + 2, or another option out of range.
@@ -112,7 +125,7 @@ def resnet_mnist(
     blocks = blocks_per_stage(depth, 2, "a ResNet for MNIST")
     stages = ((width, blocks, 1), (2 * width, blocks, 2), (4 * width, blocks, 2))
     middle = _stages(width, stages, "pad", norm)
-    return assemble([stem_unit(1, width, norm, stride=2), *middle, Head(4 * width, classes)], seed=seed)
+    return halved(assemble([stem_unit(1, width, norm, stride=2), *middle, Head(4 * width, classes)], seed=seed), split)
 
 
 def blocks_per_stage(depth: int, ends: int, what: str) -> int:

@@ -51,12 +51,13 @@ def units(config: Config, data: Data) -> torch.nn.Sequential:
             f"model.name {model.name} takes images; data.name {config.data.name} has samples {tuple(shape)}"
         )
     how = {"seed": config.seed, "classes": classes, "norm": model.norm}
+    split = model.split
     if model.name == "resnet_cifar":
-        return resnet_cifar(model.depth, channels=shape[0], **how)  # type: ignore[arg-type]
+        return resnet_cifar(model.depth, channels=shape[0], split=split, **how)  # type: ignore[arg-type]
     if model.name == "resnet_mnist":
-        return resnet_mnist(model.depth, **how)  # type: ignore[arg-type]
+        return resnet_mnist(model.depth, split=split, **how)  # type: ignore[arg-type]
     if model.name == "resnet":
-        return resnet(model.depth, stem=model.stem, channels=shape[0], **how)  # type: ignore[arg-type]
+        return resnet(model.depth, stem=model.stem, channels=shape[0], split=split, **how)  # type: ignore[arg-type]
     if model.name == "wide_resnet":
         dropout = model.dropout
         return wide_resnet(model.depth, model.widen, channels=shape[0], dropout=dropout, **how)  # type: ignore[arg-type]
