@@ -3,9 +3,9 @@
     python drivers/bench/fdg_memory.py --json memory.json [--depth 1202] [--modules 4] [--batch 8] [--ticks 8]
 
 Memory is what the process has in RAM beyond what it had when its module was ready, at most during the ticks: graphs in
-flight, old weights, gradients, momentum. The C library's heap would keep freed blocks; with the threshold that is set
-here every tensor goes back at once, so that the process shows what is in use. Measured for old weights kept (stash)
-and for the forward run again (recompute).
+flight, old weights, gradients, momentum; without code and what MPI shares between the ranks. The C library's heap would
+keep freed blocks; with the threshold that is set here every tensor goes back at once, so that the process shows what is
+in use. Measured for old weights kept (stash) and for the forward run again (recompute).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TOLERANCE = 0.10
 
 
 def resident(name: str) -> int:
-    """A number of /proc/self/status in bytes: VmRSS now, VmHWM at most since `forget`."""
+    """A number of /proc/self/status in bytes: VmRSS now, VmHWM at most since `forget`, RssFile, RssShmem."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{name}:"):
             return 1024 * int(line.split()[1])
@@ -80,7 +80,7 @@ def part(args: argparse.Namespace) -> None:
         del network
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
-        start = resident("VmRSS")
+        start, alien = resident("VmRSS"), resident("RssFile") + resident("RssShmem")
         forget()
         began, losses = time.perf_counter(), []
         for _ in range(args.ticks):
@@ -89,7 +89,8 @@ def part(args: argparse.Namespace) -> None:
                 print(
                     f"{backward}, tick {len(losses)} of {args.ticks}: {time.perf_counter() - began:.0f} s", flush=True
                 )
-        used = resident("VmHWM") - start
+        alien = resident("RssFile") + resident("RssShmem") - alien  # code, and what MPI shares between the ranks
+        used = resident("VmHWM") - start - alien
         found = comm.gather((used, planned.peak(), list(planned.units)))
         if found is not None:
             for module, (most, peak, units) in enumerate(found, 1):

@@ -71,6 +71,7 @@ class ModulePlan:
         weights: bytes of parameters.
         copies: bytes of old weights at most.
         workspace: bytes of gradients and reordered copies in use while one unit is computed, roughly.
+        shared: bytes that the gradients of the parameters take over from the graph, which a backward frees meanwhile.
 
     Bytes are those of tensors. The heap of glibc takes up to half as much again, for a plain network just as well;
     MALLOC_MMAP_THRESHOLD_=131072 in the environment keeps the process within some per cent of them.
@@ -84,10 +85,11 @@ class ModulePlan:
     weights: int
     copies: int
     workspace: int
+    shared: int = 0
 
     def peak(self, slots: int = 1) -> int:
         """Bytes beyond the parameters: all of these, their gradients, and so many slots of an optimiser."""
-        return self.stash + self.copies + self.workspace + (1 + slots) * self.weights
+        return self.stash + self.copies + self.workspace + (1 + slots) * self.weights - self.shared
 
 
 @dataclass(frozen=True)
@@ -200,8 +202,23 @@ def plan(
         stash = held * units[0].input + graph if recompute else held * (units[0].input + graph)
         copies = held * weights if backward == "stash" and delay else 0
         workspace = _WORKSPACE * max(max(cost.input, cost.output) for cost in units)
-        modules.append(ModulePlan((low, high), seconds, seconds / serial, delay, stash, weights, copies, workspace))
+        shared = graph + weights - _most(units)
+        modules.append(
+            ModulePlan((low, high), seconds, seconds / serial, delay, stash, weights, copies, workspace, shared)
+        )
     return CutPlan(tuple(cost.name for cost in costs), tuple(modules), serial)
+
+
+def _most(units: Sequence[UnitCost]) -> int:
+    """Bytes of what is left of a graph and of the gradients that are there, at most, while a backward goes through."""
+    most, left, gradients = 0, _graph(units), 0
+    for place, unit in reversed(list(enumerate(units))):
+        most = max(most, left + gradients)
+        gradients += unit.parameters
+        left -= unit.inner + (unit.output if unit.keeps_output else 0)
+        if place and unit.keeps_input and not units[place - 1].keeps_output:
+            left -= units[place - 1].output
+    return max(most, left + gradients)
 
 
 def _graph(units: Sequence[UnitCost]) -> int:

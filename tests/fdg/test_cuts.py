@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from itertools import combinations
 
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lpnet.errors import LpnetError, UsageError
+from lpnet.fdg import cuts
 from lpnet.fdg.cuts import UnitCost, best_cuts, measure, plan
 from lpnet.fdg.schedule import Schedule
 
@@ -48,6 +50,22 @@ module  units                 share  ms   delay  stash MiB  weights MiB  old wei
 2       2-2 (block1)          0.300  3.0  2      14.0       4.0          8.0
 3       3-4 (block2 .. head)  0.300  3.0  0      13.0       7.0          0.0
 cuts [2, 3]: predicted speed-up 2.50 (largest share 0.400)"""
+
+
+def test_gradients_take_over_what_the_graph_frees():
+    """What a backward holds at most, by looking at every unit it may have come to."""
+    rng = random.Random(0)
+    for _ in range(50):
+        units = [
+            UnitCost(str(k), 1.0, 1.0, *(rng.randrange(100) for _ in range(4)), rng.random() < 0.5, rng.random() < 0.5)
+            for k in range(rng.randint(1, 7))
+        ]
+        made = plan(units, Schedule(1)).modules[0]
+        weights = sum(unit.parameters for unit in units)
+        held = [cuts._graph(units[:k]) if k else 0 for k in range(len(units) + 1)]
+        most = max(graph + sum(unit.parameters for unit in units[k:]) for k, graph in enumerate(held))
+        assert made.shared == held[-1] + weights - most >= 0
+        assert made.peak(0) == units[0].input + most + made.workspace
 
 
 def test_the_printed_plan():
