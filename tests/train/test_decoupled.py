@@ -44,7 +44,7 @@ def same(one: Path, two: Path) -> list[str]:
 
 
 def rows_of(folder: Path) -> list[dict]:
-    timed = ("seconds", "wait_seconds")
+    timed = ("seconds", "wait_seconds", "modules")
     return [{key: value for key, value in row.items() if key not in timed} for row in read(folder / "metrics.jsonl")]
 
 
