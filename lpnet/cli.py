@@ -5,7 +5,6 @@ Mistakes are reported before torch is imported and before MPI starts; one rank w
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import sys
@@ -14,8 +13,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
+from lpnet.cliparts import parser_of, report, wants_help
 from lpnet.errors import EXIT_STOPPED, LpnetError, UsageError
 from lpnet.io import log
 from lpnet.parallel import launch, signals
@@ -79,22 +79,6 @@ class _Job:
         return world
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse whose errors are ours."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{self.prog}: {message}; see {self.prog} --help")
-
-
-def _parser(command: Callable[..., int]) -> _Parser:
-    name = command.__name__.lstrip("_")
-    return _Parser(prog=f"lpnet {name}", description=command.__doc__, allow_abbrev=False)
-
-
-def _wants_help(arguments: Sequence[str]) -> bool:
-    return "-h" in arguments or "--help" in arguments
-
-
 def _print_config_help(command: Callable[..., int], usage: str = "", more: str = "") -> None:
     from lpnet.configkeys import help_text
 
@@ -122,7 +106,7 @@ def _start_log(job: _Job, level: str, warnings: Sequence[str]) -> None:
 
 def _train(arguments: Sequence[str], job: _Job) -> int:
     """Train a network and leave a run folder."""
-    if _wants_help(arguments):
+    if wants_help(arguments):
         more = f"--resume is short for --run.resume. Under mpirun or srun all ranks work. {_EMULATE_HELP}"
         _print_config_help(_train, usage=_EMULATE_USAGE, more=more)
         return 0
@@ -148,7 +132,7 @@ def _train(arguments: Sequence[str], job: _Job) -> int:
 
 def _eval(arguments: Sequence[str], job: _Job) -> int:
     """Evaluate a checkpoint, or the newest one of a run folder, by exact propagation."""
-    parser = _parser(_eval)
+    parser = parser_of(_eval)
     parser.add_argument("path", metavar="CKPT_OR_RUN", help="a checkpoint file or a run folder")
     parser.add_argument("--data.root", dest="data_root", metavar="DIR", help="folder of the data files, if moved")
     options = parser.parse_args(arguments)
@@ -165,7 +149,7 @@ def _eval(arguments: Sequence[str], job: _Job) -> int:
 
 def _plan(arguments: Sequence[str], job: _Job) -> int:
     """Print who would own what: partition, levels, messages, work and memory per rank; needs no MPI."""
-    if _wants_help(arguments):
+    if wants_help(arguments):
         more = "--ranks P is the number of ranks to plan for (default 1)."
         _print_config_help(_plan, usage="[--ranks P] ", more=more)
         return 0
@@ -184,7 +168,7 @@ def _plan(arguments: Sequence[str], job: _Job) -> int:
 
 def _show(arguments: Sequence[str], job: _Job) -> int:
     """Print what a checkpoint holds."""
-    parser = _parser(_show)
+    parser = parser_of(_show)
     parser.add_argument("path", metavar="CKPT", help="a checkpoint file")
     parser.add_argument("--verify", action="store_true", help="also check every checksum")
     options = parser.parse_args(arguments)
@@ -196,7 +180,7 @@ def _show(arguments: Sequence[str], job: _Job) -> int:
 
 def _export(arguments: Sequence[str], job: _Job) -> int:
     """Write the network of a checkpoint as a plain torch state_dict, or a checkpoint of a deeper one (--refine)."""
-    parser = _parser(_export)
+    parser = parser_of(_export)
     parser.add_argument("path", metavar="CKPT", help="a checkpoint file")
     parser.add_argument("out", metavar="OUT.pt", help="file to write; torch.load reads it")
     parser.add_argument("--refine", type=int, metavar="K", help="OUT is a folder: a checkpoint of K times the layers")
@@ -215,7 +199,7 @@ def _export(arguments: Sequence[str], job: _Job) -> int:
 
 def _info(arguments: Sequence[str], job: _Job) -> int:
     """Print versions and what MPI and HDF5 can do here."""
-    _parser(_info).parse_args(arguments)
+    parser_of(_info).parse_args(arguments)
     with suppress(ImportError):
         import mpi4py
 
@@ -228,7 +212,7 @@ def _info(arguments: Sequence[str], job: _Job) -> int:
 
 def _bench(arguments: Sequence[str], job: _Job) -> int:
     """Train a few steps and print where their time goes: by span, level and rank; writes no run folder."""
-    if _wants_help(arguments):
+    if wants_help(arguments):
         more = f"--steps N steps are measured (default 20); --json FILE also writes the numbers. {_EMULATE_HELP}"
         _print_config_help(_bench, usage=f"[--steps N] [--json FILE] {_EMULATE_USAGE}", more=more)
         return 0
@@ -262,7 +246,7 @@ def _bench(arguments: Sequence[str], job: _Job) -> int:
 
 def _data(arguments: Sequence[str], job: _Job) -> int:
     """Download a public data set: lpnet data fetch mnist|cifar10|cifar100 --root DIR."""
-    parser = _parser(_data)
+    parser = parser_of(_data)
     parser.add_argument("action", choices=["fetch"], help="download with checksums; an interrupted one goes on")
     parser.add_argument("name", metavar="NAME", help="mnist, cifar10 or cifar100")
     parser.add_argument("--root", required=True, metavar="DIR", help="folder to put the files into")
@@ -277,7 +261,7 @@ def _data(arguments: Sequence[str], job: _Job) -> int:
 
 def _study(arguments: Sequence[str], job: _Job) -> int:
     """Run a scaling study, real or emulated, and leave its tables and pictures; goes on where it was interrupted."""
-    parser = _parser(_study)
+    parser = parser_of(_study)
     parser.add_argument("path", metavar="STUDY.yaml", help="a study, such as drivers/scaling_peaks.yaml")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder of study.csv, study.json, study.md, PNG")
     parser.add_argument("--data.root", dest="data_root", metavar="DIR", help="folder of the data files")
@@ -305,7 +289,7 @@ def _study(arguments: Sequence[str], job: _Job) -> int:
 def _tune(arguments: Sequence[str], job: _Job) -> int:
     """Choose method, ranks and grids from measured costs and emulation; prints why and writes the configuration."""
     own = ("ranks", "out", "max-error", "network", "networks")
-    if _wants_help(arguments):
+    if wants_help(arguments):
         more = (
             "--ranks P: ranks there are; --out FILE is written (default tuned.yaml); --max-error E: largest relative "
             "gradient error (default 0.1); --network NAME [--networks FILE] as in lpnet bench."
@@ -333,6 +317,7 @@ _COMMANDS = {
     "plan": _plan,
     "show": _show,
     "export": _export,
+    "report": report,
     "data": _data,
     "info": _info,
 }
@@ -349,7 +334,7 @@ def _usage() -> str:
 
 def _run(arguments: Sequence[str], job: _Job) -> int:
     name, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
-    if job.rank > 0 and (name not in _TOGETHER or _wants_help(rest)):
+    if job.rank > 0 and (name not in _TOGETHER or wants_help(rest)):
         return 0
     if not name:
         raise UsageError(f"no command; known: {', '.join(_COMMANDS)}; see lpnet --help")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-InitialGuess = Literal["zero", "constant", "coarse", "kept"]
+InitialGuess = Literal["zero", "constant", "coarse", "kept", "class_mean"]
 
 
 def require(condition: bool, message: str) -> None:
@@ -46,7 +46,8 @@ class MGRIT:
             iterations, 1e-12 in float64 and 1e-5 otherwise, relative.
         max_iterations: cap when iterating to a tolerance.
         initial_guess: zero | constant (u_0 everywhere) | coarse (propagate the coarsest grid first; that start
-            counts as iteration 1) | kept (states of the solve before, for the same batch; cold: `coarse`).
+            counts as iteration 1) | kept (states of the solve before, for the same batch; cold: `coarse`) |
+            class_mean (the mean state of every sample's class in the batches before, for samples never seen).
         skip_first_down: start every solve from the coarsest grid; the same as initial_guess coarse.
         min_coarse: coarsen no further once a level would have fewer points than this.
         buffer_layers: the first and the last so many layers are kept on every level: the coarse solve propagates them
@@ -61,6 +62,17 @@ class MGRIT:
             level from level 1 on (the last holds for deeper ones); 1: full states.
         microbatches: levels 1: a batch goes through the layers in so many parts, one behind the other: all ranks
             work at once, an exact pipeline. Multigrid keeps the batch whole.
+        control: fixed: iterations as they are set, watched: a warning where the gradient goes wrong, a stop where
+            solves diverge. residual: iterate until the residual is `reduction` of the first one, at most
+            forward_iterations and adjoint_iterations, or max_iterations without them. adaptive: more iterations, then
+            fewer levels, then serial propagation where the gradient's cosine falls below min_cosine, and back again.
+        check_every: steps between comparisons of the gradient with that of exact propagation; auto: as far apart as
+            keeps their cost below 3 % of the steps; 0: none.
+        min_cosine: a gradient whose cosine with the exact one is below is wrong.
+        reduction: of control residual.
+        cache_mib: memory per rank in MiB for states kept per batch; null: as much as they take.
+        cache_spill: batches beyond it: drop (their next solves start cold) | disk (files in TMPDIR).
+        cache_dtype: what states are kept in: same (as the states) | float32 | bfloat16.
         adjoint: settings of the adjoint direction that differ, by name (levels, coarsening, relaxation, c_weight,
             cycle, tolerance, relative_tolerance, max_iterations, initial_guess).
     """
@@ -84,6 +96,13 @@ class MGRIT:
     spatial: Literal["none", "average", "bilinear", "user"] = "none"
     spatial_factor: int | list[int] = 2
     microbatches: int = 1
+    control: Literal["fixed", "residual", "adaptive"] = "fixed"
+    check_every: int | Literal["auto"] = "auto"
+    min_cosine: float = 0.99
+    reduction: float = 0.01
+    cache_mib: float | None = None
+    cache_spill: Literal["drop", "disk"] = "drop"
+    cache_dtype: Literal["same", "float32", "bfloat16"] = "same"
     adjoint: dict[str, int | float | str | list[int] | list[float] | list[str] | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -118,6 +137,7 @@ class MGRIT:
             require(0 < w <= 2, f"mgrit.c_weight is {w}; it must lie in (0, 2]")
         for factor in self.spatial_factor if isinstance(self.spatial_factor, list) else [self.spatial_factor]:
             require(factor >= 1, f"mgrit.spatial_factor is {factor}; it must be 1 or more")
+        self._check_control()
         allowed = {
             "levels",
             "coarsening",
@@ -150,6 +170,23 @@ class MGRIT:
         if self.spatial in ("none", "user") or not given:
             return (1, *([2 if self.spatial == "user" else 1] * (self.levels - 1)))
         return (1, *(given[min(level, len(given) - 1)] for level in range(self.levels - 1)))
+
+    def _check_control(self) -> None:
+        positive("mgrit", cache_mib=self.cache_mib, reduction=self.reduction)
+        require(self.reduction < 1, f"mgrit.reduction is {self.reduction}; it must be less than 1")
+        require(-1 < self.min_cosine < 1, f"mgrit.min_cosine is {self.min_cosine}; it must lie in (-1, 1)")
+        if not isinstance(self.check_every, str):
+            require(self.check_every >= 0, f"mgrit.check_every is {self.check_every}; it must be auto, or 0 or more")
+        if self.control == "adaptive":
+            for key in ("forward_iterations", "adjoint_iterations"):
+                require(
+                    getattr(self, key) is not None,
+                    f"mgrit.{key} is null; control adaptive goes up from it and back: give 2 and 1, for example",
+                )
+            require(
+                self.check_every != 0,
+                "mgrit.check_every is 0; control adaptive decides by comparisons: give auto or a number of steps",
+            )
 
     def for_adjoint(self) -> MGRIT:
         """The settings with `adjoint` applied."""

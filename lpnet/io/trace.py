@@ -139,6 +139,15 @@ class Tracer:
             else:
                 self.dropped += 1
 
+    def count(self, name: str, **values: float | None) -> None:
+        """Numbers drawn over time, such as a convergence factor; those that are None are left out. No communication."""
+        shown = {key: value for key, value in values.items() if value is not None}
+        if self.on and self._keep and shown:
+            if len(self._events) < (MAX_EVENTS if self._most is None else self._most):
+                self._events.append((name, self._clock() - self._origin, -1, shown))
+            else:
+                self.dropped += 1
+
     def totals(self) -> dict[str, Total]:
         """Count and seconds per name on this rank, most seconds first. No communication."""
         found = sorted(self._totals.items(), key=lambda pair: -pair[1].seconds)
@@ -156,6 +165,9 @@ class Tracer:
             {"name": "thread_sort_index", "ph": "M", "pid": 0, "tid": rank, "args": {"sort_index": rank}},
         ]
         for name, began, duration, args in self._events:
+            if duration < 0:
+                rows.append({"name": name, "ph": "C", "pid": 0, "tid": rank, "ts": began / 1e3, "args": args})
+                continue
             # microseconds
             row = {"name": name, "ph": "X", "pid": 0, "tid": rank, "ts": began / 1e3, "dur": duration / 1e3}
             rows.append({**row, "args": args} if args else row)
@@ -226,6 +238,11 @@ def begin() -> int:
 def end(began: int, name: str, **args: Any) -> None:
     """The end of the span that `begin` started. No communication."""
     _tracer().end(began, name, **args)
+
+
+def count(name: str, **values: float | None) -> None:
+    """`Tracer.count` of this thread's tracer. No communication."""
+    _tracer().count(name, **values)
 
 
 def totals() -> dict[str, Total]:

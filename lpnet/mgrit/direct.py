@@ -31,6 +31,7 @@ class DirectSolves:
         is_last: bool
         _latest: Propagator | None
         _latest_adjoint: bool
+        _solvers: list[Solver]
         _take: Callable[..., Propagator]
         residual_squares: Callable[[], np.ndarray]
         solve_reports: Callable[[np.ndarray], tuple[SolveReport | None, SolveReport | None]]
@@ -46,8 +47,9 @@ class DirectSolves:
         Returns:
             The points of this rank, their states (points, batch, width), and the report.
         """
-        run = self._latest = self._take(tuple(u0.shape), show=True)
+        run = self._latest = self._take(tuple(u0.shape), "show")
         self._latest_adjoint = False
+        self._solvers = [run.forward_solver]
         start, kept = self._given(run.forward_solver, guess, u0, adjoint=False)
         run.forward(
             u0 if run.is_first else None,
@@ -76,6 +78,7 @@ class DirectSolves:
             iterations=self.mgrit.adjoint_iterations if run.adjoint_solver.levels > 1 else 0,
         )
         self._latest_adjoint = True
+        self._solvers = [run.forward_solver, run.adjoint_solver]
         points = range(self.stack.low, self.stack.high + self.is_last)
         report = self.solve_reports(self.stack.comm.sum(self.residual_squares()))[1]
         return points, self._states(run, run.adjoint_solver, points), report  # type: ignore[return-value]
@@ -107,7 +110,7 @@ class DirectSolves:
             name = solver.mgrit.initial_guess
             if solver.mgrit.skip_first_down:
                 name = "coarse"
-            return ("zero" if name == "kept" else cast(Start, name)), None
+            return ("zero" if name in ("kept", "class_mean") else cast(Start, name)), None
         if isinstance(guess, str):
             if guess != "exact":
                 raise UsageError(f"guess is {guess!r}; it must be None, 'exact' or the states of all points")

@@ -17,10 +17,32 @@ if TYPE_CHECKING:
 
 
 class Flight:
-    """One forward pass whose backward may still come: holds the states until it is over."""
+    """One forward pass whose backward may still come: holds the states until it is over.
 
-    def __init__(self, net: LayerParallel, propagator: Propagator, batch: int | None, context: Context) -> None:
+    Args:
+        net: the network.
+        propagator: memory and solvers.
+        batch: id of the samples.
+        context: what evaluations see.
+        classes: of the samples (batch,), for class means.
+        exact: propagate exactly and keep nothing.
+        keeps: keep the states at the end.
+    """
+
+    def __init__(
+        self,
+        net: LayerParallel,
+        propagator: Propagator,
+        batch: int | None,
+        context: Context,
+        *,
+        classes: Tensor | None = None,
+        exact: bool = False,
+        keeps: bool = True,
+    ) -> None:
         self.net, self.propagator, self.batch, self.context = net, propagator, batch, context
+        self.classes, self.exact, self.keeps = classes, exact, keeps
+        self.levels = 1 if exact else net.rung.levels if net.rung is not None else None
         self.node: weakref.ref[Any] | None = None
 
     def is_over(self) -> bool:

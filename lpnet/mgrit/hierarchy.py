@@ -112,6 +112,11 @@ def build(layers: int, mgrit: MGRIT, *, barriers: Iterable[int] = ()) -> Hierarc
     return Hierarchy(tuple(levels), barriers=kept)
 
 
+def cut(hierarchy: Hierarchy, levels: int) -> Hierarchy:
+    """The finest `levels` levels; all of them where there are no more."""
+    return replace(hierarchy, levels=hierarchy.levels[:levels])
+
+
 @dataclass(frozen=True)
 class Segment:
     """The edges between two neighbouring C-points that one rank owns, in increasing order.

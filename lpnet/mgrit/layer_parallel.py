@@ -9,12 +9,9 @@ that hold neither opening nor closing pass a scalar through the graph in their p
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,9 +21,9 @@ from lpnet.mgrit.averaging import Replicated
 from lpnet.mgrit.batching import as_setting, fixed_choice, measure
 from lpnet.mgrit.direct import DirectSolves
 from lpnet.mgrit.flight import Everywhere, Flight, Propagate
-from lpnet.mgrit.hierarchy import build, direction, local_level
-from lpnet.mgrit.propagator import Kept, Propagator, Start
-from lpnet.mgrit.solver import Solver, SolveReport
+from lpnet.mgrit.hierarchy import build
+from lpnet.mgrit.propagator import Propagator
+from lpnet.mgrit.warm import WarmStarts
 from lpnet.nn import dropout, parts
 from lpnet.nn.context import Context, MaskKey, call, prepared, signature
 from lpnet.nn.module_step import ModuleStep
@@ -38,7 +35,7 @@ from lpnet.parallel.grid import Grid
 from lpnet.parallel.shard import Shard
 
 
-class LayerParallel(DirectSolves, Replicated, torch.nn.Module):
+class LayerParallel(WarmStarts, DirectSolves, Replicated, torch.nn.Module):
     """opening -> stack -> closing, trained in parallel across its layers.
 
     Every rank gives the same batch x and gets the logits; parameters() are this rank's own, for any torch optimiser.
@@ -95,21 +92,20 @@ class LayerParallel(DirectSolves, Replicated, torch.nn.Module):
         self._mean = None
         self._join_replicas()
         self._anchor = torch.zeros((), dtype=stack.dtype, requires_grad=True)
-        self._pools: dict[tuple[parts.StateShape, bool, bool], list[Propagator]] = {}
+        self._pools: dict[tuple[parts.StateShape, str], list[Propagator]] = {}
+        self._flight: Flight | None = None  # the newest pass
         self._shapes: dict[Any, parts.StateShape] = {}
         self._key = MaskKey()  # of the next pass in train mode
-        self._kept: dict[int, tuple[Kept, Kept | None]] = {}
-        self._batches: dict[int, tuple[int, ...]] = {}
         self._logits: dict[tuple[Any, ...], tuple[tuple[int, ...], torch.dtype]] = {}
-        self._latest: Propagator | None = None
+        self._latest: Propagator | None = None  # of the newest pass that is not a comparison
         self._latest_adjoint = False
-        self._warned = False
+        self._begin_cache()
 
     def _check_several(self) -> None:
-        if self.mgrit.storage != "all" or self.mgrit.initial_guess == "constant":
+        if self.mgrit.storage != "all" or self.mgrit.initial_guess in ("constant", "class_mean"):
             raise UsageError(
                 f"mgrit.storage {self.mgrit.storage} and initial_guess {self.mgrit.initial_guess}: a network of "
-                f"several stacks takes storage all and another guess than constant, as its states differ in shape"
+                f"several stacks takes storage all and the guess kept, zero or coarse, as its states differ in shape"
             )
 
     @property
@@ -135,7 +131,9 @@ class LayerParallel(DirectSolves, Replicated, torch.nn.Module):
         """
         self._key = MaskKey(step, 0, first)
 
-    def forward(self, x: Tensor, batch: int | None = None, side: Any = None) -> Tensor:
+    def forward(
+        self, x: Tensor, batch: int | None = None, side: Any = None, classes: Tensor | None = None
+    ) -> Tensor:
         """Logits on every rank. Collective over comm; so is the backward of what is made from them.
 
         Args:
@@ -143,8 +141,9 @@ class LayerParallel(DirectSolves, Replicated, torch.nn.Module):
             batch: id of these very samples; their states start the next solve under this id.
             side: a tensor, or a tuple or dict of tensors, that does not change over depth (a mask); given to every
                 layer, and to an opening or closing that takes one, as `side=`. The same on every rank.
+            classes: (batch,) of the samples, whole numbers from 0: for mgrit.initial_guess class_mean.
         """
-        logits = self.local_logits(x, batch, side) if torch.is_grad_enabled() else self.exact_logits(x, side)
+        logits = self.local_logits(x, batch, side, classes) if torch.is_grad_enabled() else self.exact_logits(x, side)
         if self.comm.size == 1:
             return cast(Tensor, logits)
         key = (tuple(x.shape), x.dtype)
@@ -154,20 +153,34 @@ class LayerParallel(DirectSolves, Replicated, torch.nn.Module):
         shape, dtype = self._logits[key]
         return cast(Tensor, Everywhere.apply(self.comm, shape, dtype, self._anchor if logits is None else logits))
 
-    def local_logits(self, x: Tensor, batch: int | None = None, side: Any = None) -> Tensor:
+    def local_logits(
+        self,
+        x: Tensor,
+        batch: int | None = None,
+        side: Any = None,
+        classes: Tensor | None = None,
+        *,
+        exact: bool = False,
+        keeps: bool = True,
+    ) -> Tensor:
         """Logits on the last rank, elsewhere a scalar connected to the graph.
 
         Neighbour messages only, in the backward too, which every rank must run. A cold start to a tolerance reduces.
+
+        Args:
+            x, batch, side, classes: as `forward`.
+            exact: propagate exactly, forward and back, and keep nothing: the gradient to compare with.
+            keeps: the backward keeps states and adjoints for the next visit of the batch.
         """
         self._check_batch(batch, tuple(x.shape))
         self._follow_parameters()
         context = self._context(side, graphs=True)
         u0, shape = self._enter(x, context)
-        propagator = self._take(shape)
+        serial = exact or (self.rung is not None and self.rung.levels == 1)
+        propagator = self._take(shape, "exact" if serial and self.mgrit.storage == "c_points" else "solve")
         parameters = list(self.stack.parameters())
-        out = Propagate.apply(
-            Flight(self, propagator, batch, context), u0 if u0 is not None else self._anchor, self._anchor, *parameters
-        )
+        self._flight = Flight(self, propagator, batch, context, classes=classes, exact=exact, keeps=keeps)
+        out = Propagate.apply(self._flight, u0 if u0 is not None else self._anchor, self._anchor, *parameters)
         return out if self.closing is None else self._close(out, shape, context)
 
     @torch.no_grad()
@@ -175,7 +188,7 @@ class LayerParallel(DirectSolves, Replicated, torch.nn.Module):
         """Logits by exact propagation on the last rank, None elsewhere. Neighbour messages only."""
         context = self._context(side, graphs=False)
         u0, shape = self._enter(x, context)
-        propagator = self._take(shape, exact=True)
+        propagator = self._take(shape, "evaluate")
         propagator.forward(u0, start="zero", iterations=0, context=context)
         return None if self.closing is None else self._close(propagator.last_state(), shape, context)
 
@@ -222,27 +235,19 @@ class LayerParallel(DirectSolves, Replicated, torch.nn.Module):
         found = dropout.dropouts(module)
         dropout.begin(found, context.key, {}, seed=self.stack.seed, layer=layer, batch=batch)
 
-    def _check_batch(self, batch: int | None, shape: tuple[int, ...]) -> None:
-        """The same id means the same samples."""
-        if batch is not None and self._batches.setdefault(batch, shape) != shape:
-            raise UsageError(
-                f"batch id {batch} was used for samples of shape {self._batches[batch]} and now for {shape}; "
-                f"an id stands for the same samples: give other samples another id"
-            )
-
-    def _take(self, shape: parts.StateShape, exact: bool = False, show: bool = False) -> Propagator:
-        """States that no live graph holds."""
-        pool = self._pools.setdefault((shape, exact, show), [])
+    def _take(self, shape: parts.StateShape, use: str = "solve") -> Propagator:
+        """States that no live graph holds: to solve for, to show afterwards, to propagate exactly or to evaluate."""
+        pool = self._pools.setdefault((shape, use), [])
         for propagator in pool:
             if propagator.stack is self.stack and not propagator.in_use():
-                return propagator
-        if exact:
-            one = MGRIT(levels=1)
-            made = Propagator(self.stack, build(self.stack.num_layers, one), one, shape, keep=False)
-        else:
+                return propagator.select()
+        if use in ("solve", "show"):
             batched = self.choose_batching(shape)
-            more: Any = {"batched": batched, "show": show, "grid": self.grid, "transfers": self.transfers}
+            more: Any = {"batched": batched, "show": use == "show", "grid": self.grid, "transfers": self.transfers}
             made = Propagator(self.stack, self.hierarchy, self.mgrit, shape, **more)
+        else:
+            one, keep = MGRIT(levels=1), use == "exact"
+            made = Propagator(self.stack, build(self.stack.num_layers, one), one, shape, keep=keep, show=keep)
         pool.append(made)
         return made
 
@@ -269,7 +274,11 @@ class LayerParallel(DirectSolves, Replicated, torch.nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has the parameters and settings, not the states in memory."""
-        return {**super().__getstate__(), "_pools": {}, "_kept": {}, "_latest": None, "_mean": None}  # type: ignore[dict-item]
+        fresh = WarmStarts.__new__(WarmStarts)
+        fresh.mgrit = self.mgrit
+        fresh._begin_cache()
+        state = {**super().__getstate__(), **vars(fresh)}  # type: ignore[dict-item]
+        return {**state, "_pools": {}, "_latest": None, "_flight": None, "_mean": None}
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Moving or converting the parameters makes all states anew."""
@@ -278,106 +287,11 @@ class LayerParallel(DirectSolves, Replicated, torch.nn.Module):
             (), dtype=self.stack.dtype, device=next(self.parameters(), self._anchor).device, requires_grad=True
         )
         self._pools.clear()
-        self._kept.clear()
-        self._latest = None
+        self._cache.clear()
+        self._latest = self._flight = None
+        self._solvers = []
         self._join_replicas()
         return result
-
-    # how a solve starts and what it leaves
-
-    def _plan(self, solver: Solver, kept: Kept | None, iterations: int | None) -> tuple[Start, int | None]:
-        """Where a solve starts and how long it runs: fixed iterations need kept states."""
-        guess = solver.mgrit.initial_guess
-        if solver.levels == 1:
-            return "zero", 0
-        if guess == "kept" and not self.mgrit.skip_first_down:
-            return ("given", iterations) if kept is not None else ("coarse", None)
-        if iterations is not None and not self._warned:
-            self._warned = True
-            logging.getLogger("lpnet").warning(
-                "%s iterations from a cold start (initial_guess %s) can give gradients that point the wrong way; use "
-                "initial_guess kept with net(x, batch=id), or leave the iterations out to iterate to a tolerance",
-                iterations,
-                guess,
-            )
-        return ("coarse" if self.mgrit.skip_first_down or guess == "coarse" else cast(Start, guess)), iterations
-
-    def solve_states(self, flight: Flight, u0: Tensor | None) -> None:
-        """The forward solve of a pass. Neighbour messages only, but for a cold start."""
-        kept = self._kept.get(flight.batch, (None, None))[0] if flight.batch is not None else None
-        start, iterations = self._plan(flight.propagator.forward_solver, kept, self.mgrit.forward_iterations)
-        flight.propagator.forward(u0, start=start, kept=kept, iterations=iterations, context=flight.context)
-        self._latest, self._latest_adjoint = flight.propagator, False
-
-    def solve_adjoints(self, flight: Flight, lam: Tensor | None) -> None:
-        """The adjoint solve of a pass; its states and adjoints are kept under its batch id. Messages as forward."""
-        propagator = flight.propagator
-        before = self._kept.get(flight.batch, (None, None)) if flight.batch is not None else (None, None)
-        start, iterations = self._plan(propagator.adjoint_solver, before[1], self.mgrit.adjoint_iterations)
-        propagator.adjoint(lam, start=start, kept=before[1], iterations=iterations)
-        self._latest, self._latest_adjoint = propagator, True
-        if flight.batch is not None and max(propagator.forward_solver.levels, propagator.adjoint_solver.levels) > 1:
-            self._kept[flight.batch] = (
-                propagator.kept(propagator.forward_solver, before[0]),
-                propagator.kept(propagator.adjoint_solver, before[1]),
-            )
-
-    def _latest_solvers(self) -> list[Solver]:
-        if self._latest is None:
-            return []
-        return [self._latest.forward_solver] + ([self._latest.adjoint_solver] if self._latest_adjoint else [])
-
-    def residual_squares(self) -> np.ndarray:
-        """Squared residuals of the latest forward and adjoint solve, zero at other ranks' points. No communication."""
-        parts = [solver.pending() for solver in self._latest_solvers()]
-        return np.concatenate(parts) if parts else np.zeros(0)
-
-    def solve_reports(
-        self, summed: np.ndarray, batch_size: int | None = None
-    ) -> tuple[SolveReport | None, SolveReport | None]:
-        """Reports of the latest forward and adjoint solve, from summed `residual_squares`. No communication.
-
-        Args:
-            summed: over net.comm, or over net.world where there are data replicas.
-            batch_size: samples of the joined batch, where there are data replicas.
-        """
-        reports: list[SolveReport | None] = []
-        at = 0
-        for solver in self._latest_solvers():
-            size = solver.pending().size
-            reports.append(solver.report(summed[at : at + size], batch_size if self.grid.replicas > 1 else None))
-            at += size
-        return (*reports, None, None)[0], (*reports, None, None)[1]
-
-    def forget(self) -> None:
-        """Drop all kept states: the next solves start cold. No communication."""
-        self._kept.clear()
-        self._batches.clear()
-
-    def kept_points(self, kind: str) -> list[int]:
-        """Points of this rank whose states ("state") or adjoints ("adjoint") are kept. No communication."""
-        levels, _ = direction(self.hierarchy, self.mgrit, adjoint=kind == "adjoint")
-        if len(levels.levels) == 1:
-            return []
-        part = local_level(levels, 0, self.partition, self.comm.rank)
-        return [p for p in part.c_points if p != levels.start]
-
-    def kept_state(self) -> Iterator[tuple[str, int, Tensor]]:
-        """Kept states as (name, point, payload), for checkpoints. No communication."""
-        for batch, (states, adjoints) in sorted(self._kept.items()):
-            for kind, kept in (("state", states), ("adjoint", adjoints)):
-                if kept is not None:
-                    for point, payload in zip(self.kept_points(kind), kept.states, strict=True):
-                        yield f"mgrit/{kind}/{batch}", point, payload
-
-    def load_kept_state(self, batch: int, blocks: dict[str, Callable[[int], Tensor]]) -> None:
-        """Set the kept states of a batch id from functions point -> payload. No communication."""
-        loaded: dict[str, Kept] = {}
-        for kind, read in blocks.items():
-            rows = [read(point).to(self.stack.dtype) for point in self.kept_points(kind)]
-            loaded[kind] = Kept(torch.stack(rows) if rows else torch.empty(0, dtype=self.stack.dtype))
-        if "state" in loaded:
-            self._kept[batch] = (loaded["state"], loaded.get("adjoint"))
 
     # parameters by global name
 

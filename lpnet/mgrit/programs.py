@@ -34,24 +34,26 @@ def parts(iterations: int, *, coarse_start: bool, levels: int, last: str = "refr
 
 
 def solve_critical_path(
-    hierarchy: Hierarchy, mgrit: MGRIT, partition: Partition, names: Sequence[str], batched: Sequence[bool] = ()
+    hierarchy: Hierarchy,
+    mgrit: MGRIT,
+    partition: Partition,
+    names: Sequence[str],
+    batched: Sequence[bool] = (),
+    beside: float = 1.0,
 ) -> int:
-    """Layer evaluations on the longest chain over all ranks for a list of programs. No communication."""
-    key = (hierarchy, repr(mgrit), partition, tuple(names), tuple(batched))
+    """Layer evaluations on the longest chain over all ranks for a list of programs. No communication.
+
+    `beside` is what a further evaluation costs in a call that makes several side by side.
+    """
+    key = (hierarchy, repr(mgrit), partition, tuple(names), tuple(batched), beside)
     if key not in _PATHS:
-        _PATHS[key] = _critical_path(hierarchy, mgrit, partition, names, batched)
+        cycles = [Cycle(hierarchy, partition, rank, mgrit, batched) for rank in range(partition.ranks)]
+        programs = [[action for name in names for action in record(cycle, name)] for cycle in cycles]
+        _PATHS[key] = critical_path(programs, cycles, beside)
     return _PATHS[key]
 
 
 _PATHS: dict[tuple[object, ...], int] = {}
-
-
-def _critical_path(
-    hierarchy: Hierarchy, mgrit: MGRIT, partition: Partition, names: Sequence[str], batched: Sequence[bool]
-) -> int:
-    cycles = [Cycle(hierarchy, partition, rank, mgrit, batched) for rank in range(partition.ranks)]
-    programs = [[action for name in names for action in record(cycle, name)] for cycle in cycles]
-    return critical_path(programs, cycles)
 
 
 def evaluations(actions: Sequence[Action], levels: int, *, adjoint: bool) -> tuple[int, ...]:
@@ -72,15 +74,21 @@ def messages(actions: Sequence[Action]) -> int:
     return sum(action.kind in ("send", "halo_send") for action in actions)
 
 
-def critical_path(programs: Sequence[Sequence[Action]], cycles: Sequence[Cycle]) -> int:
+def critical_path(programs: Sequence[Sequence[Action]], cycles: Sequence[Cycle], beside: float = 1.0) -> int:
     """Evaluations on the longest chain over all ranks, with free messages.
 
     Args:
         programs: actions per rank.
         cycles: the recorders per rank, for levels and neighbours.
+        beside: cost of a further evaluation in a call that makes several.
     """
     adjoint = cycles[0].hierarchy.adjoint
-    return int(max(simulate(programs, cycles, lambda action: _cost(action, adjoint), lambda source, dest: 0.0)))
+
+    def cost(action: Action) -> float:
+        number = _cost(action, adjoint)
+        return number if beside == 1 or number < 2 else 1 + (number - 1) * beside
+
+    return int(max(simulate(programs, cycles, cost, lambda source, dest: 0.0)))
 
 
 def simulate(

@@ -14,7 +14,7 @@ from lpnet.config import MGRIT
 from lpnet.io import trace
 from lpnet.mgrit.binding import Problem
 from lpnet.mgrit.cycle import Cycle
-from lpnet.mgrit.hierarchy import Hierarchy, direction
+from lpnet.mgrit.hierarchy import Hierarchy, cut, direction
 from lpnet.mgrit.problems import AdjointProblem, StateProblem
 from lpnet.mgrit.slots import all_points, c_points_only, rolling, side_by_side_if_alike
 from lpnet.mgrit.solver import Need, Solver
@@ -42,6 +42,8 @@ class Kept:
 
 class Propagator:
     """Memory and solvers for states of one shape on this rank.
+
+    `select` switches between solvers of more or fewer levels, which all work in the same memory.
 
     Args:
         stack: the layers.
@@ -103,21 +105,45 @@ class Propagator:
             bound = problem(self.workspace, cycle, slots, self.comm, stack.h, self.spaces)
             return Solver(bound, self.comm, batch=samples(shape), stop_relative=tolerance, grid=grid)
 
-        self.forward_solver = solver(StateProblem, forward, options)
-        self._make_adjoint: Callable[[], Solver] = lambda: solver(AdjointProblem, backward, adjoint_options)
-        self._adjoint_solver: Solver | None = None
-        self._gradients: list[Op] | None = None
+        def state_solver(levels: int) -> Solver:
+            return solver(StateProblem, cut(forward, levels), options)
+
+        def adjoint_solver(levels: int) -> Solver:
+            return solver(AdjointProblem, cut(backward, levels), adjoint_options)
+
+        self._make = (state_solver, adjoint_solver)
+        self._made: tuple[dict[int, Solver], dict[int, Solver]] = ({}, {})
+        self.most_levels = self._levels = max(len(forward.levels), len(backward.levels))
+        self._gradients: list[Op] | None = None  # the same memory whatever the levels
         self._linearise: list[Op] | None = None
         self._is_linear = False  # the values of the latest solve have become slopes
         self.flight: weakref.ref[Any] | None = None
         self.stamp: tuple[int, ...] = ()
 
+    def select(self, levels: int | None = None) -> Propagator:
+        """Solve on so many levels from now on, at most as many as there are; None: on all. No communication.
+
+        1 is exact propagation. Points are kept alike, so that solves on other levels go on from them.
+        """
+        self._levels = self.most_levels if levels is None else min(levels, self.most_levels)
+        assert not self.c_storage or self._levels > 1, "storage c_points has no memory for all states"
+        return self
+
+    @property
+    def forward_solver(self) -> Solver:
+        """The solver for the states, with its memory, made when first used."""
+        return self._solver(0)
+
     @property
     def adjoint_solver(self) -> Solver:
         """The adjoint's solver, with its memory, made when first used."""
-        if self._adjoint_solver is None:
-            self._adjoint_solver = self._make_adjoint()
-        return self._adjoint_solver
+        return self._solver(1)
+
+    def _solver(self, which: int) -> Solver:
+        made = self._made[which]
+        if self._levels not in made:
+            made[self._levels] = self._make[which](self._levels)
+        return made[self._levels]
 
     def forward(
         self,
@@ -127,11 +153,12 @@ class Propagator:
         kept: Kept | None = None,
         iterations: int | None,
         need: Need = "all",
+        reduction: float | None = None,
         context: Context | None = None,
     ) -> None:
         """Solve for the states; u0 is (batch, ...) on the first rank. Neighbour messages only.
 
-        A constant start broadcasts u0 (collective); a tolerance reduces once per iteration.
+        A constant start broadcasts u0 (collective); a tolerance or a `reduction` reduces once per iteration.
         """
         self.stamp = self.stack.engine.refresh()
         self.workspace.begin(context or Context())
@@ -143,10 +170,19 @@ class Propagator:
             assert u0 is not None
             self.workspace.pack(u0, problem.value(0))
         self._start(self.forward_solver, start, kept, root=0)
-        self.forward_solver.solve(iterations=iterations, coarse_start=start == "coarse", need=need)
+        solver, coarse = self.forward_solver, start == "coarse"
+        solver.solve(iterations=iterations, coarse_start=coarse, need=need, reduction=reduction)
         self.workspace.commit()
 
-    def adjoint(self, lam: Tensor | None, *, start: Start, kept: Kept | None = None, iterations: int | None) -> None:
+    def adjoint(
+        self,
+        lam: Tensor | None,
+        *,
+        start: Start,
+        kept: Kept | None = None,
+        iterations: int | None,
+        reduction: float | None = None,
+    ) -> None:
         """Solve for the adjoints, linearised at the latest states; lam is (batch, ...) on the last rank."""
         if self.stamp != self.stack.engine.stamp():
             raise RuntimeError(
@@ -159,7 +195,9 @@ class Propagator:
             self.workspace.pack(lam, solver.problem.value(self.stack.num_layers), self.stack.num_layers)
         self._start(solver, start, kept, root=self.comm.size - 1)
         self._linearise_once()
-        solver.solve(iterations=iterations, coarse_start=start == "coarse", need="gradient")
+        solver.solve(
+            iterations=iterations, coarse_start=start == "coarse", need="gradient", reduction=reduction
+        )
 
     def _linearise_once(self) -> None:
         """Values become slopes, once for all sweeps and all backward passes of a forward. No communication."""
@@ -223,12 +261,22 @@ class Propagator:
         """lambda_0 (batch, ...) on the first rank; a copy."""
         return self.workspace.unpack(self.adjoint_solver.problem.value(0))
 
-    def kept(self, solver: Solver, into: Kept | None = None) -> Kept:
-        """The C-point states of a solver's latest solve, copied into `into` where it fits. No communication."""
+    def kept(
+        self, solver: Solver, into: Kept | None = None, *, points: list[int], dtype: torch.dtype | None = None
+    ) -> Kept:
+        """States of a solver's latest solve at some points, copied into `into` where it fits. No communication.
+
+        Args:
+            solver: forward or adjoint.
+            into: memory to use again.
+            points: of this rank: its C-points.
+            dtype: what they are stored in; None: their own precision.
+        """
         problem = solver.problem
         if into is None or into.states.shape[1:] != self.workspace.rows(0).shape[1:]:
-            into = Kept(self.workspace.rows(sum(map(len, problem.local_runs))))
-        for rows, run in _rows(problem.local_runs):
+            into = Kept(self.workspace.rows(len(points)).to(dtype or self.stack.dtype))
+        # exact propagation has no C-points of its own
+        for rows, run in _rows(problem.local_runs if solver.levels > 1 else problem.runs(points)):
             self.workspace.fitted(into.states[rows], run[0]).copy_(problem.view(run))
         return into
 

@@ -86,6 +86,7 @@ class Solver:
         self._ran: list[Program] = []
         self._seconds: dict[str, float] = {}
         self._converged: bool | None = None
+        self._first: float | None = None  # residual before the first iteration
 
     def program(self, name: str, fresh: frozenset[int]) -> Program:
         """The bound actions of one part of a solve, recorded when first needed. No communication."""
@@ -133,29 +134,34 @@ class Solver:
         self._fresh = program.fresh
         self._ran.append(program)
 
-    def solve(self, *, iterations: int | None, coarse_start: bool, need: Need = "all") -> None:
+    def solve(
+        self, *, iterations: int | None, coarse_start: bool, need: Need = "all", reduction: float | None = None
+    ) -> None:
         """Solve from the states in the workspace.
 
         Args:
             iterations: how many; None: until a tolerance is met.
             coarse_start: propagate the coarsest grid first.
             need: all states, only the last one (no residual after the last correction), or the gradients too.
+            reduction: stop where the residual is this share of the first one; `iterations` is then the most.
         """
         self._ran, self._seconds, self._fresh = [], {}, frozenset()
         self.problem.squares.clear()
         self._converged = None
         last = {"all": "refresh", "last": "tail", "gradient": "refresh_gradient"}[need]
-        watched = iterations is None or self.mgrit.tolerance is not None or self.mgrit.relative_tolerance is not None
+        watched = iterations is None or reduction is not None
+        watched |= self.mgrit.tolerance is not None or self.mgrit.relative_tolerance is not None
         # a diverging run is found by its loss and named; numpy need not warn of every overflow
         with np.errstate(all="ignore"):
             if self.levels == 1 or (iterations is not None and not watched):
                 for name in parts(iterations or 0, coarse_start=coarse_start, levels=self.levels, last=last):
                     self._run(name)
             else:
-                self._iterate(self.mgrit.max_iterations if iterations is None else iterations, coarse_start, need)
+                most = self.mgrit.max_iterations if iterations is None else iterations
+                self._iterate(most, coarse_start, need, reduction)
         self.problem.settle()
 
-    def _iterate(self, most: int, coarse_start: bool, need: Need) -> None:
+    def _iterate(self, most: int, coarse_start: bool, need: Need, reduction: float | None) -> None:
         done = 0
         if coarse_start:
             self._run("start_coarse")
@@ -163,23 +169,24 @@ class Solver:
         exact = self.cycle.hierarchy.exact_iterations(per_level(self.mgrit.relaxation, 0))
         if exact is None or per_level(self.mgrit.c_weight, 0) != 1.0:
             exact = most + 1
+        self._first = None
         sweep = "refresh_gradient" if need == "gradient" else "refresh"  # which one is the last shows only after it
         while True:
             self._run(sweep)
             # after `exact` further corrections the states are those of serial propagation, whatever the rounding
-            self._converged = self._small_enough() or done - coarse_start >= exact
+            self._converged = self._small_enough(reduction) or done - coarse_start >= exact
             if self._converged or done >= most:
                 break
             self._run("correct")
             done += 1
-        if not self._converged:
+        if not self._converged and reduction is None:
             logging.getLogger("lpnet").warning(
                 "the %s solve missed its tolerance after %d iterations; raise mgrit.max_iterations or the tolerance",
                 "adjoint" if self.cycle.hierarchy.adjoint else "forward",
                 done,
             )
 
-    def _small_enough(self) -> bool:
+    def _small_enough(self, reduction: float | None) -> bool:
         """Compare the latest residual with the tolerances. Collective, one reduction."""
         residual = spread(self.problem.squares[-1:], self._where, len(self._c_points))[0]
         local = self.problem.local_c_points()
@@ -189,9 +196,12 @@ class Solver:
         r = float(np.sqrt(total[: len(residual)].sum() / (self.batch * self._replicas)))
         u = float(np.sqrt(total[len(residual) :].sum() / (self.batch * self._replicas)))
         relative = self.mgrit.relative_tolerance
-        if relative is None and self.mgrit.tolerance is None:
+        if relative is None and self.mgrit.tolerance is None and reduction is None:
             relative = self.stop_relative
         if not np.isfinite(r):
+            return True
+        self._first = r if self._first is None else self._first
+        if reduction is not None and r <= reduction * self._first:
             return True
         return (self.mgrit.tolerance is not None and r <= self.mgrit.tolerance) or (
             relative is not None and r <= relative * u
@@ -203,16 +213,20 @@ class Solver:
         """Squared residuals of this rank, (residuals, C-points) flat; sum them over the ranks. No communication."""
         return spread(self.problem.squares, self._where, len(self._c_points)).ravel()
 
+    def path(self) -> int:
+        """Layer evaluations of the latest solve on the longest chain over all ranks. No communication."""
+        names = tuple(program.name for program in self._ran)
+        return solve_critical_path(self.cycle.hierarchy, self.mgrit, self.cycle.partition, names, self.cycle.batched)
+
     def report(self, summed: np.ndarray, batch: int | None = None) -> SolveReport:
         """The report, from `pending` summed over the ranks, for a batch of so many samples. No communication."""
         rows = summed.reshape(len(self.problem.squares), -1) if self.problem.squares else np.zeros((0, 0))
         residuals = tuple(float(np.sqrt(row.sum() / (batch or self.batch))) for row in rows)
         rho = residuals[-1] / residuals[-2] if len(residuals) > 1 and residuals[-2] > 0 else None
         names = tuple(program.name for program in self._ran)
-        path = solve_critical_path(self.cycle.hierarchy, self.mgrit, self.cycle.partition, names, self.cycle.batched)
         counts = tuple(sum(column) for column in zip(*(program.evaluations for program in self._ran), strict=True))
         iterations = sum(name in ("start_coarse", "correct") for name in names)
-        return SolveReport(iterations, residuals, rho, counts, path, dict(self._seconds), self._converged)
+        return SolveReport(iterations, residuals, rho, counts, self.path(), dict(self._seconds), self._converged)
 
 
 def _work(action: Action) -> tuple[object, ...]:

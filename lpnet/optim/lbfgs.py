@@ -25,6 +25,10 @@ from lpnet.parallel.partition import Partition
 from lpnet.parallel.shard import Shard
 
 
+class NotFinite(NumericsError):
+    """The objective or the gradient at an accepted point is not finite."""
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """The objective at one point; `finite` is False when any rank met a value that is not finite."""
@@ -82,6 +86,13 @@ class LBFGS:
         interrupted: asked after every rejected trial, the same answer on every rank: whether to give up the iteration.
         starts: first layer of each part of a network of several stacks, see RowSum.
         leads: whether this rank's parameters count in sums over comm: those of other data replicas are the same.
+        revise: asked after every gradient with the evaluation and the square of its norm: None, or another evaluation
+            of the same point, whose gradient is in .grad now, and whether the memory must start anew.
+        rescue: asked where steepest descent fails too: whether objective and gradient are better from now on.
+        noise: errors of the objective (absolute) and of the gradient (relative) as far as they are known. A step may
+            raise the objective by twice the first, and a pair needs more curvature than twice the second explains
+            (Shi, Xie, Byrd, Nocedal, "A noise-tolerant quasi-Newton algorithm for unconstrained optimization", SIAM J.
+            Optim. 32(1), 2022).
     """
 
     def __init__(
@@ -99,13 +110,16 @@ class LBFGS:
         interrupted: Callable[[], bool] = lambda: False,
         starts: Mapping[str, int] | None = None,
         leads: bool = True,
+        revise: Callable[[Evaluation, float], tuple[Evaluation, bool] | None] = lambda at, square: None,
+        rescue: Callable[[], bool] = lambda: False,
+        noise: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0),
     ) -> None:
         self._leads = leads
         self._shards = trainable(shards)
         self._problem, self._comm = problem, comm
         self.rows = RowSum(self._shards, partition, starts=starts)
         self._lr, self._memory, self._trials, self._armijo, self._factor = lr, memory, trials, armijo, factor
-        self._interrupted = interrupted
+        self._interrupted, self._revise, self._rescue, self._noise = interrupted, revise, rescue, noise
         slots = memory + 1  # one more than the pairs kept: a pair without curvature must not cost the oldest one
         self._s = [torch.zeros(slots, *shard.tensor.shape, dtype=shard.tensor.dtype) for shard in self._shards]
         self._y = [torch.zeros_like(s) for s in self._s]
@@ -137,7 +151,7 @@ class LBFGS:
         """
         self.evaluation = self._evaluate()
         if not self.evaluation.finite:
-            raise NumericsError(f"the objective is not finite at the starting point ({self.evaluation.objective})")
+            raise NotFinite(f"the objective is not finite at the starting point ({self.evaluation.objective})")
         self._take_gradient(pair=False)
         return self.evaluation
 
@@ -165,7 +179,8 @@ class LBFGS:
                     torch.add(before, direction, alpha=step_size, out=parameter)
                 done += 1
                 trial = self._evaluate()
-                if trial.finite and trial.objective <= self.evaluation.objective + self._armijo * step_size * slope:
+                most = self.evaluation.objective + self._armijo * step_size * slope + 2 * self._noise()[0]
+                if trial.finite and trial.objective <= most:
                     self.evaluation, self.step_size = trial, step_size
                     self._take_gradient(pair=True)
                     return LBFGSReport(step_size, done)
@@ -176,7 +191,9 @@ class LBFGS:
                     return LBFGSReport(0.0, done, interrupted=True)
             torch._foreach_copy_(parameters, self._before)
             self._order = []
-            if not newton:
+            if not newton and self._rescue():
+                self.start()
+            elif not newton:
                 found = f"objective {self.evaluation.objective:.6e}, gradient norm {self.grad_norm:.3e}"
                 reason = f"no decrease along steepest descent, {done} trials in all ({found})"
                 return LBFGSReport(0.0, done, stop=reason)
@@ -214,33 +231,59 @@ class LBFGS:
         with torch.enable_grad():
             riders = self._problem.gradient()
         slot = next(i for i in range(self._memory + 1) if i not in self._order)
+        before = self._noise()[1] * np.sqrt(self._gg) if pair else 0.0
+        ss, curvature, yy = self._reduce(slot, riders, pair=pair)
+        assert self.evaluation is not None
+        other = self._revise(self.evaluation, self._gg)
+        if other is not None:
+            self.evaluation, restart = other
+            if restart:  # what was learnt from gradients that were wrong goes with them
+                self._order, pair = [], False
+            ss, curvature, yy = self._reduce(slot, None, pair=pair)
+        if not np.isfinite(self._gg):
+            raise NotFinite(f"the gradient is not finite (objective {self.evaluation.objective})")
+        if not pair:
+            return
+        noise = before + self._noise()[1] * np.sqrt(self._gg)  # of y, from both gradients
+        # Cauchy-Schwarz: rounding of s'y is eps |s| |y|
+        if curvature > max(self._eps * np.sqrt(ss * yy), noise * np.sqrt(ss)):
+            self._order = [*self._order, slot][-self._memory :]
+
+    def _reduce(self, slot: int, riders: np.ndarray | None, *, pair: bool) -> tuple[float, float, float]:
+        """Take .grad over, with the pair it makes; scalar products of it. Collective, one reduction.
+
+        Args:
+            slot: of the pair.
+            riders: what the problem's gradient returned; None: this gradient is another one.
+            pair: whether there is one.
+
+        Returns:
+            s's, y's and y'y of the pair.
+        """
         terms = []
         for position, shard in enumerate(self._shards):
             gradient, g, s, y = shard.tensor.grad, self._g[position], self._s[position], self._y[position]
-            if pair:
+            if pair and riders is not None:
                 torch.sub(shard.tensor.detach(), self._before[position], out=s[slot])
                 torch.neg(g, out=y[slot])
+            elif pair:  # y = g - g_old with another g
+                y[slot].sub_(g)
             g.zero_() if gradient is None else g.copy_(gradient)
             if pair:
                 y[slot].add_(g)
             terms.append(self._products(position, slot, stacked=shard.rows is not None))
         packed = self.rows.pack(terms) * float(self._leads)
-        summed = self._comm.sum(np.concatenate([packed.ravel(), riders]))
-        self._problem.read_gradient(summed[packed.size :])
+        summed = self._comm.sum(packed.ravel() if riders is None else np.concatenate([packed.ravel(), riders]))
+        if riders is not None:
+            self._problem.read_gradient(summed[packed.size :])
         sg, yg, ys, yy, sy, last = np.split(
             self.rows.total(summed[: packed.size].reshape(packed.shape)), np.arange(1, 6) * (self._memory + 1)
         )
         self._sg, self._yg, self._gg = sg, yg, float(last[0])
-        at = self.evaluation
-        if not np.isfinite(self._gg):
-            raise NumericsError(f"the gradient is not finite (objective {at.objective if at is not None else None})")
-        if not pair:
-            return
-        self._sy[slot], self._sy[:, slot] = ys, sy
-        self._yy[slot], self._yy[:, slot] = yy, yy
-        curvature = self._sy[slot, slot]
-        if curvature > self._eps * np.sqrt(last[1] * yy[slot]):  # Cauchy-Schwarz: rounding of s'y is eps |s| |y|
-            self._order = [*self._order, slot][-self._memory :]
+        if pair:
+            self._sy[slot], self._sy[:, slot] = ys, sy
+            self._yy[slot], self._yy[:, slot] = yy, yy
+        return float(last[1]), float(self._sy[slot, slot]), float(yy[slot])
 
     def _products(self, position: int, slot: int, *, stacked: bool) -> np.ndarray:
         """Terms of all scalar products that the newest s, y and g take part in (5 (memory + 1) + 2 of them)."""

@@ -18,20 +18,21 @@ import numpy as np
 import torch
 
 from lpnet.config import OptimConfig
-from lpnet.errors import NumericsError
 from lpnet.io import trace
 from lpnet.optim.clip import norm_terms, scale_gradients
-from lpnet.optim.lbfgs import LBFGS, Evaluation
+from lpnet.optim.lbfgs import LBFGS, Evaluation, NotFinite
 from lpnet.optim.regularization import Regularization
-from lpnet.optim.rows import RowSum, trainable
 from lpnet.optim.select import load_optimizer, optimizer_shards, torch_optimizer
 from lpnet.parallel.shard import Shard
+from lpnet.train.objective import Objective
+from lpnet.train.watch import Watch, seen_of
 
 if TYPE_CHECKING:
     from lpnet.data.samples import Samples
     from lpnet.fdg.reports import Staleness
     from lpnet.mgrit.layer_parallel import LayerParallel
     from lpnet.mgrit.solver import SolveReport
+    from lpnet.train.watch import Watched
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,9 @@ class StepReport:
         staleness: decoupled modules: updates between that batch's forward and its update on this rank.
         wait_seconds: decoupled modules: time of the step that was waited.
         measured: decoupled modules: how stale the gradients of a batch were, where it was measured and has landed.
+        watched: what is known of the gradient that was applied; None on one level.
+        evaluations: layer evaluations of the step on the longest chain over all ranks, comparisons included.
+        compared: those of comparisons among them.
     """
 
     objective: float | None
@@ -70,6 +74,9 @@ class StepReport:
     staleness: int | None = None
     wait_seconds: float | None = None
     measured: Staleness | None = None
+    watched: Watched | None = None
+    evaluations: int | None = None
+    compared: int = 0
 
 
 class Strategy(Protocol):
@@ -100,89 +107,6 @@ class Strategy(Protocol):
         """Take the state over from a checkpoint of any number of ranks; communicates as `read` does."""
 
 
-class _Objective:
-    """Loss and regularisation of one batch, forward and backward, on local parameters."""
-
-    def __init__(self, net: LayerParallel, regularization: Regularization) -> None:
-        self.net, self.regularization = net, regularization
-        self.shards = trainable(net.shards())
-        self.rows = RowSum(self.shards, net.partition, starts=net.stack.starts)
-        self.stop_requested = False
-        self.step = 0  # trials of one step draw the same masks
-        self._objectives: list[torch.Tensor] = []  # of the parts of the batch
-
-    def forward(self, samples: Samples, batch: int | None) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Local loss and stop flag, and the regularisation's terms. Neighbour messages only."""
-        self._objectives = []  # the graphs of a rejected trial die before the next forward
-        net, replicas = self.net, self.net.grid.replicas
-        own, weight = net.grid.part(len(samples))  # of this data replica
-        parts = min(net.mgrit.microbatches, own.stop - own.start)
-        bounds = [own.start + (own.stop - own.start) * k // parts for k in range(parts + 1)]
-        for low, high in zip(bounds, bounds[1:], strict=False):
-            net.begin_step(self.step, first=low)
-            objective = net.local_logits(samples.x[low:high], batch if parts == 1 else None)
-            if net.is_last:
-                objective = torch.nn.functional.cross_entropy(objective, samples.y[low:high])
-                if replicas * parts > 1:
-                    objective = objective * (weight * (high - low) / (own.stop - own.start))
-            self._objectives.append(objective)
-        # read when all parts are on their way
-        loss = sum(float(objective.detach()) for objective in self._objectives) / replicas if net.is_last else 0.0
-        return np.array([loss, float(self.stop_requested)]), self.regularization.terms()
-
-    def counted(self, packed: np.ndarray) -> np.ndarray:
-        """Terms of parameters, which all data replicas have alike, for a sum over all ranks. No communication."""
-        return packed.ravel() * float(self.net.grid.leads)
-
-    def backward(self) -> None:
-        """Gradients of the latest forward in .grad, regularisation included. Neighbour messages only."""
-        for shard in self.shards:
-            shard.tensor.grad = None
-        # one pass: the parts in the reverse order on every rank, each parameter's gradient finished once
-        torch.autograd.backward(self._objectives)
-        self._objectives = []
-        self.regularization.add_gradient()
-
-    def first_problem(self, what: str, step: int, samples: Samples) -> NumericsError:
-        """The error for a value that is not finite, naming rank and layer where they can be told. Collective."""
-        comm = self.net.world
-        places = [place for place in comm.all_gather_objects(self._first_parameter()) if place is not None]
-        seen = [] if places else [text for text in comm.all_gather_objects(self._first_state(samples)) if text]
-        seen.sort(key=lambda text: not text.startswith("first seen"))  # the samples of one data replica may do it alone
-        found = places[0] if places else seen[0]
-        return NumericsError(f"step {step}: the {what} is not finite; {found}. Lower optim.lr, or set optim.clip_norm")
-
-    def _first_parameter(self) -> str | None:
-        """The first parameter of this rank that is not finite. No communication."""
-        rank = f"on rank {self.net.comm.rank}/{self.net.comm.size}"
-        for shard in self.shards:
-            rows = torch.isfinite(shard.tensor).reshape(shard.tensor.shape[0], -1).all(1)
-            if not rows.all():
-                first = int((~rows).nonzero()[0])
-                layer = "" if shard.rows is None else f", layer {shard.rows[0] + first}"
-                return f"so is the parameter {shard.name}{layer}, {rank}"
-        return None
-
-    @torch.no_grad()
-    def _first_state(self, samples: Samples) -> str | None:
-        """Where exact propagation leaves the finite numbers, found on rank 0. Collective."""
-        serial = self.net.to_serial()
-        if serial is None:
-            return None
-        ranks = self.net.partition.ranks
-        part, _ = self.net.grid.part(len(samples))
-        u = serial.opening(samples.x[part].to(self.net.stack.dtype))  # type: ignore[operator]
-        if not torch.isfinite(u).all():
-            return f"first seen in the state after the opening, on rank 0/{ranks}"
-        for layer, module in enumerate(serial.layers):  # type: ignore[arg-type]
-            u = module(u)
-            if not torch.isfinite(u).all():
-                return f"first seen in the state after layer {layer}, on rank {self.net.partition.owner(layer)}/{ranks}"
-        if len(self.net.hierarchy.levels) > 1:
-            return "exact propagation is finite, so multigrid diverges: raise its iterations or lower mgrit.levels"
-        return "all states and parameters are finite"
-
-
 class _WholeSteps:
     """Steps that leave nothing in flight."""
 
@@ -191,6 +115,10 @@ class _WholeSteps:
 
     def before_save(self) -> None:
         """A checkpoint can be made after any step."""
+
+
+def _path(*reports: SolveReport | None) -> int:
+    return sum(report.critical_path for report in reports if report is not None)
 
 
 def rate_factor(config: OptimConfig, step: int, batches: int) -> float:
@@ -213,7 +141,8 @@ class GradientSteps(_WholeSteps):
         regularization = Regularization(
             net, tikhonov=config.tikhonov, classifier_tikhonov=config.classifier_tikhonov, ddt=config.ddt
         )
-        self._objective = _Objective(net, regularization)
+        self._objective = Objective(net, regularization)
+        self.watch = Watch(net, self._objective)
         self._optimizer = torch_optimizer(config, self._objective.shards)
         self.kind = type(self._optimizer).__name__
         self.stop_requested = False
@@ -225,21 +154,35 @@ class GradientSteps(_WholeSteps):
         Raises:
             NumericsError: loss or gradient is not finite, on every rank; the parameters are as they were.
         """
-        began = self._net.comm.now()
-        self._objective.stop_requested, self._objective.step = self.stop_requested, self.steps
-        head, terms = self._objective.forward(samples, batch)
-        self._objective.backward()
-        rows, shards = self._objective.rows, self._objective.shards
-        both = [np.concatenate(pair) for pair in zip(terms, norm_terms(shards), strict=True)]
-        packed = rows.pack(both)
-        squares = self._net.residual_squares()
+        net, objective, watch = self._net, self._objective, self.watch
+        began = net.comm.now()
+        objective.stop_requested, objective.step = self.stop_requested, self.steps
+        watch.begin(self.steps, batch)
+        head, terms = objective.forward(samples, batch)
+        objective.backward()
+        solvers, squares = net.solvers, net.residual_squares()
+        if watch.compares:
+            watch.second(samples, batch)
+        rows, shards, extra = objective.rows, objective.shards, watch.local()
+        packed = rows.pack([np.concatenate(pair) for pair in zip(terms, norm_terms(shards), strict=True)])
         with trace.span("reduction"):
-            summed = self._net.world.sum(np.concatenate([head, self._objective.counted(packed), squares]))
+            summed = net.world.sum(np.concatenate([head, objective.counted(packed), squares, extra]))
         loss, stop = summed[:2]
-        penalty, square = rows.total(summed[2 : 2 + packed.size].reshape(packed.shape))
-        if not np.isfinite([loss, penalty, square]).all():
+        at = 2 + packed.size
+        penalty, square = rows.total(summed[2:at].reshape(packed.shape))
+        forward, adjoint = net.solve_reports(summed[at : at + squares.size], len(samples), solvers)
+        extra = summed[at + squares.size :]
+        finite = bool(np.isfinite([loss, penalty, square]).all())
+        seen = seen_of(forward, adjoint, finite=finite)
+        if np.isfinite(penalty) and (finite or watch.controller.adaptive) and watch.alarm(seen, samples, batch):
+            extra = net.world.sum(watch.local())
+        decision = watch.judge(seen, float(loss), float(square), extra)
+        if decision.reject:
+            watch.take_second()
+            loss, square, finite = watch.loss, watch.rejected_square, True
+        if not finite:
             what = "loss" if not np.isfinite(loss) else "gradient" if np.isfinite(penalty) else "regularisation"
-            raise self._objective.first_problem(what, self.steps, samples)
+            raise objective.first_problem(what, self.steps, samples)
         norm = float(np.sqrt(square))
         if self._config.clip_norm is not None:
             scale_gradients(shards, norm, self._config.clip_norm)
@@ -249,7 +192,6 @@ class GradientSteps(_WholeSteps):
         with trace.span("optimiser"):
             self._optimizer.step()
         self.steps += 1
-        forward, adjoint = self._net.solve_reports(summed[2 + packed.size :], len(samples))
         return StepReport(
             float(loss + penalty),
             float(loss),
@@ -257,8 +199,11 @@ class GradientSteps(_WholeSteps):
             rate,
             forward,
             adjoint,
-            self._net.comm.now() - began,
+            net.comm.now() - began,
             bool(stop),
+            watched=watch.watched(decision),
+            evaluations=_path(forward, adjoint) + watch.evaluations,
+            compared=watch.evaluations,
         )
 
     @property
@@ -273,11 +218,13 @@ class GradientSteps(_WholeSteps):
 
     def shards(self) -> list[Shard]:
         """State of the optimiser. No communication."""
-        return optimizer_shards(self._optimizer, self._objective.shards, rank=self._net.comm.rank)
+        slots = optimizer_shards(self._optimizer, self._objective.shards, rank=self._net.comm.rank)
+        return slots + self.watch.shards()
 
     def load(self, names: Sequence[str], read: Callable[[Shard], torch.Tensor]) -> None:
         """Take the state over from a checkpoint of any number of ranks; communicates as `read` does."""
         load_optimizer(self._optimizer, self._objective.shards, names, read)
+        self.watch.load(names, read)
 
 
 class LBFGSSteps(_WholeSteps):
@@ -296,7 +243,7 @@ class LBFGSSteps(_WholeSteps):
         regularization = Regularization(
             net, tikhonov=config.tikhonov, classifier_tikhonov=config.classifier_tikhonov, ddt=config.ddt
         )
-        self._objective = _Objective(net, regularization)
+        self._objective = Objective(net, regularization)
         self._lbfgs = LBFGS(
             self._objective.shards,
             self,
@@ -308,9 +255,14 @@ class LBFGSSteps(_WholeSteps):
             interrupted=lambda: self._stop,
             starts=net.stack.starts,
             leads=net.grid.leads,
+            revise=self._revise,
+            rescue=lambda: self.watch.rescue(),
+            noise=lambda: self.watch.noise(),
         )
+        self.watch = Watch(net, self._objective)
         self.kind = "LBFGS"
         self._reports: tuple[SolveReport | None, SolveReport | None] = (None, None)
+        self._watched: Watched | None = None
         self._stop = False
         self.stop_requested = False
         self.steps = 0
@@ -322,12 +274,14 @@ class LBFGSSteps(_WholeSteps):
             NumericsError: objective or gradient is not finite, on every rank.
         """
         began = self._net.comm.now()
-        self._samples, self._batch, self._stop = samples, batch, False
+        self._samples, self._batch, self._stop, self._work = samples, batch, False, 0
+        self.watch.begin(self.steps, batch)
         try:
             at = self._lbfgs.evaluation or self._lbfgs.start()
             norm, step_size, (forward, adjoint) = self._lbfgs.grad_norm, self._lbfgs.step_size, self._reports
+            watched = self._watched
             report = self._lbfgs.step()
-        except NumericsError as error:
+        except NotFinite as error:
             raise self._objective.first_problem("objective or gradient", self.steps, samples) from error
         self.steps += not report.interrupted
         return StepReport(
@@ -341,6 +295,9 @@ class LBFGSSteps(_WholeSteps):
             self._stop,
             report.stop,
             report.interrupted,
+            watched=watched,
+            evaluations=self._work + self.watch.evaluations,
+            compared=self.watch.evaluations,
         )
 
     @property
@@ -349,7 +306,8 @@ class LBFGSSteps(_WholeSteps):
         at = self._lbfgs.evaluation
         if at is None:
             return None
-        return StepReport(at.objective, at.loss, self._lbfgs.grad_norm, self._lbfgs.step_size, *self._reports)
+        norm, step_size = self._lbfgs.grad_norm, self._lbfgs.step_size
+        return StepReport(at.objective, at.loss, norm, step_size, *self._reports, watched=self._watched)
 
     # the problem that L-BFGS sees
 
@@ -357,6 +315,7 @@ class LBFGSSteps(_WholeSteps):
         """Forward at the current parameters. Neighbour messages only."""
         self._objective.stop_requested, self._objective.step = self.stop_requested, self.steps
         head, terms = self._objective.forward(self._samples, self._batch)
+        self._work += self._net.critical_path()
         return np.concatenate([head, self._objective.counted(self._objective.rows.pack(terms))])
 
     def read(self, summed: np.ndarray) -> Evaluation:
@@ -367,23 +326,46 @@ class LBFGSSteps(_WholeSteps):
         return Evaluation(objective, loss, bool(np.isfinite(objective)))
 
     def gradient(self) -> np.ndarray:
-        """Backward; the residuals of both solves ride along. Neighbour messages only."""
+        """Backward; the residuals of both solves and a comparison ride along. Neighbour messages only."""
         self._objective.backward()
-        return self._net.residual_squares()
+        self._solvers, squares = self._net.solvers, self._net.residual_squares()
+        if self.watch.compares:
+            self.watch.second(self._samples, self._batch)
+        self._residuals = squares.size
+        return np.concatenate([squares, self.watch.local()])
 
     def read_gradient(self, summed: np.ndarray) -> None:
         """Reports of the solves at the accepted point. No communication."""
-        self._reports = self._net.solve_reports(summed, len(self._samples))
+        squares, self._compared = summed[: self._residuals], summed[self._residuals :]
+        self._reports = self._net.solve_reports(squares, len(self._samples), self._solvers)
+        adjoint = self._reports[1]
+        self._work += adjoint.critical_path if adjoint is not None else 0
+
+    def _revise(self, at: Evaluation, square: float) -> tuple[Evaluation, bool] | None:
+        """Objective and gradient of the same point by exact propagation, where the inexact ones are not to be trusted, and
+        whether those before are in doubt too. An alarm costs a reduction.
+        """
+        watch, compared = self.watch, self._compared
+        seen = seen_of(*self._reports, finite=bool(np.isfinite(square)))
+        if (seen.finite or watch.controller.adaptive) and watch.alarm(seen, self._samples, self._batch):
+            compared = self._net.world.sum(watch.local())
+        decision = watch.judge(seen, at.loss, square, compared)
+        self._watched = watch.watched(decision)
+        if not decision.reject or watch.loss is None:
+            return None
+        watch.take_second()
+        return Evaluation(at.objective - at.loss + watch.loss, watch.loss), decision.severe
 
     # state
 
     def shards(self) -> list[Shard]:
         """State of the optimiser. No communication."""
-        return self._lbfgs.shards()
+        return self._lbfgs.shards() + self.watch.shards()
 
     def load(self, names: Sequence[str], read: Callable[[Shard], torch.Tensor]) -> None:
         """Take the state over from a checkpoint of any number of ranks; communicates as `read` does."""
         self._lbfgs.load(read)
+        self.watch.load(names, read)
 
 
 def make_strategy(net: LayerParallel, config: OptimConfig, batches: int = 1) -> Strategy:

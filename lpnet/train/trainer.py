@@ -8,6 +8,7 @@ asked to stop:       last row, checkpoint; heard at every step, trial of a line 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
@@ -199,7 +200,9 @@ class Trainer:
                 if report.finished is not None:
                     self._say("stopped at step %d: %s", self.step, report.finished)
                     break
-                metrics.write(completed(row(self.step, report, scores), before))
+                shown = completed(row(self.step, report, scores), before)
+                metrics.write(shown)
+                _trace(shown)
                 progress.update(self.step, report, scores)
                 self.step += 1
                 stopped = report.stop
@@ -300,16 +303,40 @@ class Trainer:
             log.info(message, *values)
 
 
+def _trace(shown: Mapping[str, Any]) -> None:
+    """The monitors of a step, as curves in the trace. No communication."""
+    trace.count("rho", forward=shown.get("rho_forward"), adjoint=shown.get("rho_adjoint"))
+    for key in ("gradient_cosine", "gradient_error", "gradient_cosine_rejected", "mgrit_levels"):
+        trace.count(key, value=shown.get(key))
+    for key in ("forward_residuals", "adjoint_residuals"):
+        trace.count(key, last=(shown.get(key) or [None])[-1])
+
+
 def same_batches(one: Config, two: Config) -> bool:
     """Whether two runs see the same samples in the same batches. No communication."""
     return one.seed == two.seed and replace(one.data, root=".") == replace(two.data, root=".")
 
 
 def completed(new: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-    """A row with the residuals of the solve that gave its objective, where a run before made that solve."""
+    """A row with what is known of the solve that gave its objective, where a run before made that solve."""
     if new["objective"] is None or any(new[key] != before.get(key) for key in ("step", "objective", "grad_norm")):
         return new
-    return {key: before.get(key) if value is None and "residuals" in key else value for key, value in new.items()}
+    known = {key: before[key] for key in SOLVE_KEYS if before.get(key) is not None and new.get(key) is None}
+    return {**new, **known}
+
+
+SOLVE_KEYS = (
+    "forward_residuals",
+    "adjoint_residuals",
+    "rho_forward",
+    "rho_adjoint",
+    "gradient_cosine",
+    "gradient_error",
+    "gradient_cosine_rejected",
+    "mgrit_levels",
+    "forward_iterations",
+    "adjoint_iterations",
+)
 
 
 def decoupled_keys(report: StepReport) -> dict[str, Any]:
@@ -320,6 +347,27 @@ def decoupled_keys(report: StepReport) -> dict[str, Any]:
         return keys
     names = ("batch", "cosine", "drift")
     return keys | {f"staleness_{name}": getattr(found, name) for name in names}
+
+
+def watched_keys(report: StepReport | None) -> dict[str, Any]:
+    """What multigrid steps report: convergence factors, the applied gradient beside the exact one, the work."""
+    if report is None or (report.watched is None and report.evaluations is None):
+        return {}
+    forward, adjoint, watched = report.forward, report.adjoint, report.watched
+    shown: dict[str, Any] = {
+        "rho_forward": forward.rho if forward is not None else None,
+        "rho_adjoint": adjoint.rho if adjoint is not None else None,
+    }
+    if watched is not None:
+        shown |= {
+            "gradient_cosine": watched.cosine,
+            "gradient_error": watched.error,
+            "gradient_cosine_rejected": watched.rejected,
+            "mgrit_levels": watched.rung.levels,
+            "forward_iterations": forward.iterations if forward is not None else None,
+            "adjoint_iterations": adjoint.iterations if adjoint is not None else None,
+        }
+    return {**shown, "evaluations": report.evaluations, "evaluations_compared": report.compared}
 
 
 def row(step: int, report: StepReport | None, scores: Scores | None) -> dict[str, Any]:
@@ -334,7 +382,9 @@ def row(step: int, report: StepReport | None, scores: Scores | None) -> dict[str
         **({} if report is None or report.batch is None else decoupled_keys(report)),
         "train_accuracy": scores.train_accuracy if scores is not None else None,
         "val_accuracy": scores.val_accuracy if scores is not None else None,
+        "val_loss": scores.val_loss if scores is not None else None,
         "forward_residuals": list(forward.residuals) if forward is not None and forward.residuals else None,
         "adjoint_residuals": list(adjoint.residuals) if adjoint is not None and adjoint.residuals else None,
+        **watched_keys(report),
         "seconds": report.seconds if report is not None else None,
     }
