@@ -7,11 +7,13 @@ environment, which may hold secrets.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +24,7 @@ from lpnet.errors import SaveError
 if TYPE_CHECKING:
     from lpnet.parallel.comm import Comm
 
+log = logging.getLogger("lpnet.io.environment")
 PACKAGES = ("torch", "numpy", "mpi4py", "h5py")
 VARIABLES = (
     "SLURM_JOB_ID",
@@ -173,6 +176,18 @@ def write(folder: str | Path, comm: Comm | None = None, *, name: str = "env.json
         save()
     else:
         comm.together(save)
+
+
+def add(folder: str | Path, values: Mapping[str, Any], *, name: str = "env.json") -> None:
+    """Add what is known only at the end of a run; a file that cannot be changed stays as it is. No communication."""
+    path = Path(folder) / name
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(json.dumps({**found, **values}, indent=2) + "\n", encoding="utf-8")
+        os.replace(partial, path)
+    except (OSError, ValueError) as error:
+        log.warning("%s stays without the work of the run: %s", path, error)
 
 
 def describe() -> str:

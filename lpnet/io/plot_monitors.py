@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lpnet.io.plots import ADJOINT, FORWARD, class_colours, finish, read_metrics, save_figure
+from lpnet.io.plots import (
+    ADJOINT,
+    FORWARD,
+    class_colours,
+    draw_residuals,
+    finish,
+    read_metrics,
+    residuals,
+    save_figure,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,8 +43,10 @@ def has_monitors(rows: Rows) -> bool:
     return any(r.get(key) is not None for r in rows for key in ("rho_forward", "rho_adjoint", "gradient_cosine"))
 
 
-def monitors(metrics: Path, out: Path, *, title: str = "") -> Path | None:
-    """Convergence factors, cosine and error of the gradient, levels and iterations, over the steps. No communication.
+def solves(metrics: Path, out: Path, *, title: str = "") -> Path | None:
+    """Residuals of both solves, convergence factors, cosine and error of the gradient, levels and iterations.
+
+    Over the steps; without monitors the residuals alone. No communication.
 
     Args:
         metrics: metrics.jsonl.
@@ -43,27 +54,28 @@ def monitors(metrics: Path, out: Path, *, title: str = "") -> Path | None:
         title: what was trained.
 
     Returns:
-        `out`, or None where the run did not watch its gradients (serial runs).
+        `out`, or None where the run has neither (serial runs).
     """
     rows = read_metrics(metrics)
     if not has_monitors(rows):
-        return None
+        return residuals(metrics, out, title=title)
 
     def draw(figure: Figure) -> None:
-        panels = figure.subplots(2, 2, sharex=True).ravel()
-        _factors(panels[0], rows)
-        _cosines(panels[1], rows)
-        _errors(panels[2], rows)
-        _effort(panels[3], rows)
+        panels = figure.subplots(3, 2, sharex=True)
+        draw_residuals(figure, list(panels[0]), rows)
+        for panel, show in zip(panels[1:].ravel(), (_factors, _cosines, _errors, _effort), strict=True):
+            show(panel, rows)
 
-    return save_figure(out, draw, size=(11.0, 6.6), title=title)
+    return save_figure(out, draw, size=(11.0, 10.2), title=title)
 
 
 def _factors(panel: Axes, rows: Rows) -> None:
     for key, label, colour in (("rho_forward", "forward", FORWARD), ("rho_adjoint", "adjoint", ADJOINT)):
         steps, values = series(rows, key)
         if len(steps):
-            panel.plot(steps, np.maximum(values, 1e-6), color=colour, label=label, marker="." if len(steps) < 60 else "")
+            panel.plot(
+                steps, np.maximum(values, 1e-6), color=colour, label=label, marker="." if len(steps) < 60 else ""
+            )
     panel.set_yscale("log")
     panel.axhline(1.0, color="#9aa0a6", linewidth=1, linestyle="--")
     finish(panel, "Convergence factor ρ = ‖r after‖ / ‖r before‖", "step", "above 1 the solve diverges")
@@ -108,7 +120,7 @@ def _effort(panel: Axes, rows: Rows) -> None:
 
 
 def comparison(runs: Mapping[str, Path], out: Path, *, title: str = "") -> Path | None:
-    """Loss, validation accuracy and gradient cosine of several runs over the steps, and loss over the work.
+    """Loss, validation accuracy and gradient cosine of several runs over the steps, and loss over time.
 
     No communication.
 
@@ -132,10 +144,9 @@ def comparison(runs: Mapping[str, Path], out: Path, *, title: str = "") -> Path 
             panels[1].plot(at, accuracy, marker=".", **style)
             at, cosine = series(rows, "gradient_cosine")
             panels[2].plot(at, cosine, marker=".", linestyle="none" if len(at) else "-", **_without(style, "linewidth"))
-            work = np.cumsum([r.get("evaluations") or 0 for r in rows])
-            if len(work) and work[-1] > 0:
-                index = {r["step"]: i for i, r in enumerate(rows)}
-                panels[3].plot([work[index[s]] for s in steps], loss, **style)
+            seconds = np.cumsum([r.get("seconds") or 0 for r in rows])
+            index = {r["step"]: i for i, r in enumerate(rows)}
+            panels[3].plot([seconds[index[s]] for s in steps], loss, **style)
         for panel in (panels[0], panels[3]):
             values = [v for line in panel.lines for v in np.asarray(line.get_ydata(), dtype=float)]
             if values and min(values) > 0 and max(values) / min(values) > 20:
@@ -143,7 +154,7 @@ def comparison(runs: Mapping[str, Path], out: Path, *, title: str = "") -> Path 
         finish(panels[0], "Training loss", "step", "nats per sample", legend=None)
         finish(panels[1], "Validation accuracy", "step", "correct samples in %", legend=None)
         finish(panels[2], "Cosine of the applied gradient", "step", "", legend=None)
-        finish(panels[3], "Loss over work", "layer evaluations on the longest chain", "nats per sample", legend=None)
+        finish(panels[3], "Loss over time in steps", "seconds", "nats per sample", legend=None)
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 4))
 

@@ -175,26 +175,30 @@ def residuals(metrics: Path, out: Path, *, title: str = "") -> Path | None:
         `out`, or None where no step holds a residual (serial runs).
     """
     rows = read_metrics(metrics)
-    solves = {
-        key: [(r["step"], r[key]) for r in rows if r.get(key)] for key in ("forward_residuals", "adjoint_residuals")
-    }
-    if not any(solves.values()):
+    if not any(r.get(key) for r in rows for key in ("forward_residuals", "adjoint_residuals")):
         return None
 
     def draw(figure: Figure) -> None:
-        panels = figure.subplots(1, 2, sharey=True)
-        positive = [v for rows in solves.values() for _, r in rows for v in r if v is not None and 0 < v < math.inf]
-        floor = 10.0 ** math.floor(math.log10(min(positive, default=1e-16)) - 0.3)
-        for panel, (key, name, colour) in zip(
-            panels, (("forward_residuals", "Forward", FORWARD), ("adjoint_residuals", "Adjoint", ADJOINT)), strict=True
-        ):
-            panel.set_yscale("log")
-            _iterations(figure, panel, solves[key], colour, floor)
-            finish(panel, f"{name} residual", "step", "", legend=None)
-        panels[0].set_ylabel("residual norm √(Σ‖r‖² / batch)")
-        panels[0].set_ylim(bottom=floor)
+        draw_residuals(figure, list(figure.subplots(1, 2, sharey=True)), rows)
 
     return save_figure(out, draw, size=(11.0, 4.2), title=title)
+
+
+def draw_residuals(figure: Figure, panels: Sequence[Axes], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Residuals of the forward and the adjoint solve into two panels. No communication."""
+    solves = {
+        key: [(r["step"], r[key]) for r in rows if r.get(key)] for key in ("forward_residuals", "adjoint_residuals")
+    }
+    positive = [v for found in solves.values() for _, r in found for v in r if v is not None and 0 < v < math.inf]
+    floor = 10.0 ** math.floor(math.log10(min(positive, default=1e-16)) - 0.3)
+    for panel, (key, name, colour) in zip(
+        panels, (("forward_residuals", "Forward", FORWARD), ("adjoint_residuals", "Adjoint", ADJOINT)), strict=True
+    ):
+        panel.set_yscale("log")
+        _iterations(figure, panel, solves[key], colour, floor)
+        finish(panel, f"{name} residual", "step", "", legend=None)
+        panel.set_ylim(bottom=floor)
+    panels[0].set_ylabel("residual norm √(Σ‖r‖² / batch)")
 
 
 def _iterations(

@@ -19,7 +19,7 @@ import yaml
 
 from lpnet.errors import LpnetError
 from lpnet.io import plots
-from lpnet.io.plot_monitors import comparison, has_monitors, monitors
+from lpnet.io.plot_monitors import comparison, solves
 from lpnet.io.report_words import Facts, facts_of, verdict
 
 METRICS = "metrics.jsonl"
@@ -31,9 +31,10 @@ h3{font-size:16px;margin:20px 0 6px}p.sub{color:#80868b;margin:0 0 14px}
 table{border-collapse:collapse;margin:10px 0;font-size:14px}td,th{padding:4px 12px 4px 0;text-align:right;
 border-bottom:1px solid #eef0f1}td:first-child,th:first-child{text-align:left}th{font-weight:600}
 img{max-width:100%;height:auto;display:block;margin:10px 0}pre{background:#f6f7f8;padding:12px;overflow:auto;
-font-size:12.5px;line-height:1.4}.verdict{background:#eef6f3;border-left:4px solid #009e73;padding:10px 16px;margin:12px 0}
+font-size:12.5px;line-height:1.4}
+.verdict{background:#eef6f3;border-left:4px solid #009e73;padding:10px 16px;margin:12px 0}
 .verdict.bad{background:#fdf1ea;border-color:#d55e00}.bar{background:#0072b2;height:10px;display:inline-block}
-.scroll{overflow-x:auto}
+.scroll{overflow-x:auto}.bars td:last-child{text-align:left}
 """
 
 
@@ -46,12 +47,14 @@ class Run:
         label: what it is called in the page.
         rows: of metrics.jsonl.
         config: its settings, flat; empty where there is no config.yaml.
+        work: what env.json knows of the run's work.
     """
 
     path: Path
     label: str
     rows: list[dict[str, Any]]
     config: dict[str, Any]
+    work: dict[str, Any]
 
 
 def find_runs(paths: Sequence[str | Path]) -> list[Run]:
@@ -69,7 +72,7 @@ def find_runs(paths: Sequence[str | Path]) -> list[Run]:
             raise LpnetError(f"{given} holds no {METRICS}; give a run folder, or a folder of them")
         folders += [folder for folder in inside if folder not in folders]
     names = _labels(folders)
-    return [Run(f, names[f], plots.read_metrics(f / METRICS), _settings(f)) for f in folders]
+    return [Run(f, names[f], plots.read_metrics(f / METRICS), _settings(f), _work(f)) for f in folders]
 
 
 def _labels(folders: Sequence[Path]) -> dict[Path, str]:
@@ -91,6 +94,14 @@ def _settings(folder: Path) -> dict[str, Any]:
     for key, value in (tree or {}).items():
         flat |= {f"{key}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {key: value}
     return flat
+
+
+def _work(folder: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((folder / "env.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def write_report(paths: Sequence[str | Path], out: str | Path) -> Path:
@@ -122,7 +133,7 @@ def write_report(paths: Sequence[str | Path], out: str | Path) -> Path:
 
 
 def _page(runs: Sequence[Run], scratch: Path) -> str:
-    facts = {run.label: facts_of(run.rows, run.config) for run in runs}
+    facts = {run.label: facts_of(run.rows, run.config, run.work) for run in runs}
     parts = []
     if len(runs) > 1:
         parts += [
@@ -146,9 +157,7 @@ def _run(run: Run, facts: Facts, scratch: Path, *, heading: str) -> str:
         _table({run.label: facts}) if heading == "h1" else "",
         _picture(scratch, "curves", lambda out: plots.curves(metrics, out)),
     ]
-    if has_monitors(run.rows):
-        parts.append(_picture(scratch, "monitors", lambda out: monitors(metrics, out)))
-    parts.append(_picture(scratch, "residuals", lambda out: plots.residuals(metrics, out)))
+    parts.append(_picture(scratch, "solves", lambda out: solves(metrics, out)))
     parts += [_embedded(run.path / name) for name in PICTURES if (run.path / name).exists()]
     parts += [_timeline(run.path / "trace.json"), _decisions(run.path / "log.txt")]
     try:
@@ -235,12 +244,13 @@ def _timeline(path: Path) -> str:
     most = max(seconds for _, seconds in totals.values())
     rows = "".join(
         f"<tr><td>{html.escape(name)}</td><td>{count:,}</td><td>{seconds:.3f} s</td>"
-        f'<td style="text-align:left"><span class="bar" style="width:{max(1, round(300 * seconds / most))}px"></span></td></tr>'
+        f'<td><span class="bar" style="width:{max(1, round(300 * seconds / most))}px"></span></td></tr>'
         for name, (count, seconds) in sorted(totals.items(), key=lambda pair: -pair[1][1])
     )
     return (
         f"<h3>Timeline: seconds by span, {len(ranks)} rank(s) together</h3>"
-        f"<table><tr><th>span</th><th>times</th><th>seconds</th><th></th></tr>{rows}</table>"
+        f'<table class="bars">'
+        f"<tr><th>span</th><th>times</th><th>seconds</th><th></th></tr>{rows}</table>"
     )
 
 

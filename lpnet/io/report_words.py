@@ -47,17 +47,17 @@ class Facts:
     control: str | None
 
 
-def facts_of(rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> Facts:
+def facts_of(rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any], work: Mapping[str, Any]) -> Facts:
     """The facts of a run. No communication.
 
     Args:
         rows: of metrics.jsonl.
         config: flat settings, "mgrit.levels" and so on.
+        work: "evaluations" and "evaluations_compared" on the longest chain, where they are known.
     """
     bound = float(config.get("mgrit.min_cosine", 0.99))
     cosines = [(float(r["gradient_cosine"]), int(r["step"])) for r in rows if r.get("gradient_cosine") is not None]
-    work = [r["evaluations"] for r in rows if r.get("evaluations") is not None]
-    compared = sum(r.get("evaluations_compared") or 0 for r in rows)
+    evaluations = work.get("evaluations")
     levels = [r["mgrit_levels"] for r in rows if r.get("mgrit_levels") is not None]
     times = [r["seconds"] for r in rows if r.get("seconds") is not None]
     rejected = [r for r in rows if r.get("gradient_cosine_rejected") is not None and r.get("mgrit_levels") != 1]
@@ -71,8 +71,8 @@ def facts_of(rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> Fa
         wanted=config.get("run.steps"),
         loss=_last(rows, "loss"),
         accuracy=_last(rows, "val_accuracy"),
-        evaluations=float(sum(work)) if work else None,
-        compared_share=compared / sum(work) if work and sum(work) else None,
+        evaluations=float(evaluations) if evaluations else None,
+        compared_share=float(work.get("evaluations_compared", 0)) / evaluations if evaluations else None,
         compared=len(cosines),
         below=sum(c < bound for c, _ in cosines),
         bound=bound,

@@ -158,8 +158,8 @@ class StateCache:
             kept.states.contiguous().view(torch.uint8).numpy().tofile(path)
         except OSError as error:
             raise SaveError(
-                f"{path}: states of batch {batch} cannot be written: {error.strerror or error}; make room, point TMPDIR "
-                f"to another disk, or set mgrit.cache_spill drop"
+                f"{path}: states of batch {batch} cannot be written: {error.strerror or error}; make room, point "
+                f"TMPDIR to another disk, or set mgrit.cache_spill drop"
             ) from error
         self._dtype_of = kept.states.dtype
         return tuple(kept.states.shape)

@@ -12,9 +12,9 @@ The controller walks a ladder of rungs, from the settings' own iterations to ser
 
     L levels, f + 0, 1, 2, 4 iterations -> L-1 levels ... 2 levels -> serial
 
-    cosine < REJECT, rho > 1 and cosine < bound, not finite   the gradient is thrown away for the exact one; serial
+    cosine < REJECT, < GROWING with rho > 1, not finite       the gradient is thrown away for the exact one; serial
     cosine < bound                                            the same, one rung up
-    cosine >= SAFE, `patience` times in a row                 one rung down
+    cosine >= SAFE, `patience` times in a row                 one rung down, if the error there will be small
     serial: a probe of the rung before it has cosine >= SAFE  back to that rung
 
 Between bound and SAFE nothing changes. After every change the next step is compared. A rung that failed soon after it
@@ -32,6 +32,7 @@ from lpnet.config import MGRIT
 
 RAISES = (0, 1, 2, 4)  # iterations on top of the settings' own
 REJECT = 0.9  # a gradient below goes with its rung: serial at once
+GROWING = 0.95  # the same where a residual grows
 SAFE = 0.999  # hysteresis: only above does a rung go down
 FAILED_SOON = 3  # comparisons after a change within which a failure doubles the patience
 MOST_PATIENCE = 32
@@ -133,6 +134,7 @@ class State:
     adjoint: float = math.nan
     error: float = math.nan
     error_at: int = -1
+    rho: float = 0.0
     noise: float = math.nan  # error of the loss at the last comparison
     applied: float = math.nan  # error of the gradient that was applied, as far as it is known
     lowest: float = math.nan  # lowest cosine of an applied gradient, and its step
@@ -221,12 +223,12 @@ class Controller:
             return ""
         if not seen.finite:
             return "the loss or the gradient is not finite"
-        if step < self.state.quiet_until:
-            return ""
-        if seen.rho > 1:
+        # in quiet only what is worse than it was at the last comparison is heard
+        rho, error = (1.0, 0.0) if step >= self.state.quiet_until else (self.state.rho, self.state.error)
+        if seen.rho > max(1.0, 1.5 * rho if rho > 1 else 1.0):
             return f"the residual grows ({seen})"
         predicted = self.predicted_error(seen)
-        if predicted > ALARM * allowed_error(self.bound):
+        if predicted > max(ALARM * allowed_error(self.bound), 2 * error):
             return f"the residuals predict a gradient error of {predicted:.2g}"
         return ""
 
@@ -250,9 +252,10 @@ class Controller:
         if math.isfinite(check.error) and seen.finite:
             ahead = self._until_alarm(step, check.error) if self.adaptive else self.every
             s.compare_at = step + max(1, min(self.every, ahead))
-            s.error, s.error_at = check.error, step
+            s.error, s.error_at, s.rho = check.error, step, seen.rho
             s.forward, s.adjoint = (math.nan if r is None else r for r in (seen.forward, seen.adjoint))
-        s.diverging = s.diverging + 1 if check.below(0.5) and (seen.rho > 1 or not seen.finite) else 0
+        useless = check.below(0.5) or not check.error <= 1
+        s.diverging = s.diverging + 1 if useless and (seen.rho > 1 or not seen.finite) else 0
         if bad or seen.rho > 1:
             s.quiet_until, s.quiet = step + s.quiet + 1, min(2 * s.quiet, max(self.every, 1))
         else:
@@ -299,7 +302,8 @@ class Controller:
     def _adapt(self, step: int, seen: Seen, check: Check) -> Decision:
         s = self.state
         if check.below(self.bound):
-            at_once = check.below(REJECT) or seen.rho > 1 or not seen.finite
+            at_once = check.below(REJECT) or not seen.finite
+            at_once |= seen.rho > 1 and (check.below(GROWING) or not check.error <= 1)
             before = self.rung
             if s.since_change <= FAILED_SOON:
                 s.patience = min(2 * s.patience, MOST_PATIENCE)
@@ -340,7 +344,7 @@ class Controller:
         if not check.below(SAFE) and seen.rho < 1 and seen.finite:
             s.rung, s.safe, s.since_change, s.probe_wait = s.rung - 1, 0, 0, 1
             s.error, s.forward, s.adjoint = check.error, seen.forward or math.nan, seen.adjoint or math.nan
-            s.error_at = step
+            s.error_at, s.rho = step, seen.rho
             s.compare_at, s.quiet_until, s.quiet = step + 1, 0, 1
             return Decision(
                 message=f"step {step}: a probe has gradient cosine {check.cosine:.5f} ({seen}): back to {tried}"

@@ -131,9 +131,7 @@ class LayerParallel(WarmStarts, DirectSolves, Replicated, torch.nn.Module):
         """
         self._key = MaskKey(step, 0, first)
 
-    def forward(
-        self, x: Tensor, batch: int | None = None, side: Any = None, classes: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, batch: int | None = None, side: Any = None, classes: Tensor | None = None) -> Tensor:
         """Logits on every rank. Collective over comm; so is the backward of what is made from them.
 
         Args:

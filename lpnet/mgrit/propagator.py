@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -195,9 +195,7 @@ class Propagator:
             self.workspace.pack(lam, solver.problem.value(self.stack.num_layers), self.stack.num_layers)
         self._start(solver, start, kept, root=self.comm.size - 1)
         self._linearise_once()
-        solver.solve(
-            iterations=iterations, coarse_start=start == "coarse", need="gradient", reduction=reduction
-        )
+        solver.solve(iterations=iterations, coarse_start=start == "coarse", need="gradient", reduction=reduction)
 
     def _linearise_once(self) -> None:
         """Values become slopes, once for all sweeps and all backward passes of a forward. No communication."""

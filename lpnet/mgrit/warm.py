@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from lpnet.mgrit.hierarchy import Hierarchy
     from lpnet.nn.network import Network
     from lpnet.parallel.grid import Grid
-    from lpnet.parallel.comm import Comm
 
 NEWEST = 0.5  # weight of the newest batch in a class mean: states follow the parameters
 KINDS = ("state", "adjoint")
@@ -43,7 +42,6 @@ class WarmStarts:
         stack: LayerStack | Network
         mgrit: MGRIT
         hierarchy: Hierarchy
-        comm: Comm
         partition: Any
         grid: Grid
         batched: tuple[bool, ...] | None
@@ -176,7 +174,7 @@ class WarmStarts:
                 u = propagator.workspace.unpack(solver.problem.value(p))
                 sums = u.new_zeros(len(present), *u.shape[1:]).index_add_(0, inverse, u)
                 rows.append(sums / counts.reshape(-1, *[1] * (u.dim() - 1)))
-            number = int(max(classes.max() + 1, 0 if kept is None else kept.states.shape[1]))
+            number = max(int(classes.max()) + 1, 0 if kept is None else kept.states.shape[1])
             shape = rows[0].shape[1:] if rows else (0,)
             means = torch.full((len(rows), number, *shape), float("nan"), dtype=self.stack.dtype)
             if kept is not None:
@@ -279,7 +277,7 @@ class WarmStarts:
             levels, _ = direction(self.hierarchy, self.mgrit, adjoint=kind == "adjoint")
             found: list[int] = []
             if len(levels.levels) > 1:
-                part = local_level(levels, 0, self.partition, self.comm.rank)
+                part = local_level(levels, 0, self.partition, self.stack.comm.rank)
                 found = [p for p in part.c_points if p != levels.start]
             self._points[kind] = found
         return self._points[kind]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lpnet.io import plots
-from lpnet.io.plot_monitors import monitors
+from lpnet.io.plot_monitors import solves
 from lpnet.train.evaluation import Classifier, predict
 
 if TYPE_CHECKING:
@@ -30,8 +30,7 @@ def draw(folder: RunFolder, net: Classifier, data: Data, *, title: str = "") -> 
     path = folder.path
     try:
         plots.curves(folder.metrics, path / "curves.png", title=title)
-        plots.residuals(folder.metrics, path / "residuals.png", title=title)
-        monitors(folder.metrics, path / "monitors.png", title=title)
+        solves(folder.metrics, path / "residuals.png", title=title)
         if data.square is not None and regions is not None:
             plots.decision_regions(
                 path / "decision_regions.png",

@@ -342,8 +342,8 @@ class LBFGSSteps(_WholeSteps):
         self._work += adjoint.critical_path if adjoint is not None else 0
 
     def _revise(self, at: Evaluation, square: float) -> tuple[Evaluation, bool] | None:
-        """Objective and gradient of the same point by exact propagation, where the inexact ones are not to be trusted, and
-        whether those before are in doubt too. An alarm costs a reduction.
+        """Objective and gradient of the same point by exact propagation, where the inexact ones are not to be trusted,
+        and whether those before are in doubt too. An alarm costs a reduction.
         """
         watch, compared = self.watch, self._compared
         seen = seen_of(*self._reports, finite=bool(np.isfinite(square)))

@@ -8,7 +8,6 @@ asked to stop:       last row, checkpoint; heard at every step, trial of a line 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
@@ -32,12 +31,12 @@ from lpnet.train.evaluation import Scores, evaluate, score
 from lpnet.train.feed import Feed
 from lpnet.train.pictures import draw
 from lpnet.train.progress import Progress
+from lpnet.train.records import Work, completed, row, trace_row
 from lpnet.train.run_folder import RunFolder
 from lpnet.train.saver import Saver
 from lpnet.train.saving import config_of, contents, load
 from lpnet.train.stages import at_layers, refined, stage_of
 from lpnet.train.stopping import Stopping
-from lpnet.train.strategies import StepReport
 from lpnet.train.watchdog import Watchdog
 
 __all__ = ["EXIT_STOPPED", "Trainer", "evaluate", "train"]
@@ -118,13 +117,19 @@ class Trainer:
                 f"optim.name lbfgs needs the full batch of {len(self.data.train)} samples, and data.batch_size is "
                 f"{config.data.batch_size}; set data.batch_size null, or use adam or sgd"
             )
+<<<<<<< HEAD
         self.layers = config.train.layers_at(0)  # of this stage; None: there is one
         if folder.checkpoint is not None:
             self.layers = stage_of(folder.checkpoint, config)
         self.net, self.strategy, made = build.build(at_layers(config, self.layers), self.data, self.order, comm)
         self.config = config if self.layers is not None else made
         self.step = 0
+=======
+        self.net, self.strategy, self.config = build.build(config, self.data, self.order, comm)
+        self.step, self.work = 0, Work()
+>>>>>>> 85e239d (Gradients watched: planted instability stops fixed and makes adaptive fall back; report page)
         if folder.checkpoint is not None:
+            self.work = Work.of(folder.checkpoint.attributes)
             loaded = load(folder.checkpoint.path, self.net, self.strategy)
             folder.checkpoint.close()
             self.step = self.strategy.steps = loaded.step
@@ -200,9 +205,10 @@ class Trainer:
                 if report.finished is not None:
                     self._say("stopped at step %d: %s", self.step, report.finished)
                     break
+                self.work.add(report)
                 shown = completed(row(self.step, report, scores), before)
                 metrics.write(shown)
-                _trace(shown)
+                trace_row(shown)
                 progress.update(self.step, report, scores)
                 self.step += 1
                 stopped = report.stop
@@ -218,6 +224,7 @@ class Trainer:
             scores = None if stopped else self._score()
             metrics.write(row(self.step, self.strategy.current, scores) | self._module_times())
         self.watchdog.stop()
+        self._summarise()
         if scores is None:
             self._say("step %d: stopped early in %s, %.1f s", self.step, self.folder.path, comm.now() - began)
             self.stopping.done()
@@ -254,6 +261,7 @@ class Trainer:
             tell=getattr(self.net, "tell", None),
         )
 
+<<<<<<< HEAD
     def _begin_stage(self) -> None:
         """Refine the network where a stage of depth begins with this step. Collective there."""
         layers = self.config.train.layers_at(self.step)
@@ -263,6 +271,20 @@ class Trainer:
         self._say("step %d: from %s to %d layers", self.step, self.layers, layers)
         self.layers = layers
         self.net, self.strategy = refined(self.net, self.strategy, self.config, layers, self.order.batches)
+=======
+    def _summarise(self) -> None:
+        """What the steps cost, and how good their gradients were. No communication."""
+        watch = getattr(self.strategy, "watch", None)
+        if watch is None or not watch.on or self.comm.rank != 0:
+            return
+        environment.add(self.folder.path, self.work.attributes())
+        self._say(
+            "%s; %d layer evaluations on the longest chain, %.1f %% of them for comparing",
+            watch.controller.summary() or "no gradient was compared with an exact one",
+            self.work.evaluations,
+            100 * self.work.compared / max(self.work.evaluations, 1),
+        )
+>>>>>>> 85e239d (Gradients watched: planted instability stops fixed and makes adaptive fall back; report page)
 
     def _score(self) -> Scores | None:
         """Accuracies; None where a rank was asked to stop."""
@@ -290,6 +312,7 @@ class Trainer:
             "seed": self.config.seed,
             "position_in_epoch": position,
             "config": to_yaml(self.config),
+            **self.work.attributes(),
         }
         self.watchdog.beat(f"the checkpoint of step {self.step}")
         with trace.span("save", step=self.step):
@@ -303,17 +326,9 @@ class Trainer:
             log.info(message, *values)
 
 
-def _trace(shown: Mapping[str, Any]) -> None:
-    """The monitors of a step, as curves in the trace. No communication."""
-    trace.count("rho", forward=shown.get("rho_forward"), adjoint=shown.get("rho_adjoint"))
-    for key in ("gradient_cosine", "gradient_error", "gradient_cosine_rejected", "mgrit_levels"):
-        trace.count(key, value=shown.get(key))
-    for key in ("forward_residuals", "adjoint_residuals"):
-        trace.count(key, last=(shown.get(key) or [None])[-1])
-
-
 def same_batches(one: Config, two: Config) -> bool:
     """Whether two runs see the same samples in the same batches. No communication."""
+<<<<<<< HEAD
     return one.seed == two.seed and replace(one.data, root=".") == replace(two.data, root=".")
 
 
@@ -388,3 +403,6 @@ def row(step: int, report: StepReport | None, scores: Scores | None) -> dict[str
         **watched_keys(report),
         "seconds": report.seconds if report is not None else None,
     }
+=======
+    return one.seed == two.seed and replace(one.data, root=None) == replace(two.data, root=None)
+>>>>>>> 85e239d (Gradients watched: planted instability stops fixed and makes adaptive fall back; report page)

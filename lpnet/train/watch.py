@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("lpnet.train")
 STATE = "control/state"
-SIDE_BY_SIDE = 0.125  # cost of a further layer in a call that evaluates several (drivers/bench: 1,024 layers of width 8)
+SIDE_BY_SIDE = (
+    0.125  # cost of a further layer in a call that evaluates several (drivers/bench: 1,024 layers of width 8)
+)
 
 
 @dataclass(frozen=True)
