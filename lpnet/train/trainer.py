@@ -117,17 +117,12 @@ class Trainer:
                 f"optim.name lbfgs needs the full batch of {len(self.data.train)} samples, and data.batch_size is "
                 f"{config.data.batch_size}; set data.batch_size null, or use adam or sgd"
             )
-<<<<<<< HEAD
         self.layers = config.train.layers_at(0)  # of this stage; None: there is one
         if folder.checkpoint is not None:
             self.layers = stage_of(folder.checkpoint, config)
         self.net, self.strategy, made = build.build(at_layers(config, self.layers), self.data, self.order, comm)
         self.config = config if self.layers is not None else made
-        self.step = 0
-=======
-        self.net, self.strategy, self.config = build.build(config, self.data, self.order, comm)
         self.step, self.work = 0, Work()
->>>>>>> 85e239d (Gradients watched: planted instability stops fixed and makes adaptive fall back; report page)
         if folder.checkpoint is not None:
             self.work = Work.of(folder.checkpoint.attributes)
             loaded = load(folder.checkpoint.path, self.net, self.strategy)
@@ -261,7 +256,6 @@ class Trainer:
             tell=getattr(self.net, "tell", None),
         )
 
-<<<<<<< HEAD
     def _begin_stage(self) -> None:
         """Refine the network where a stage of depth begins with this step. Collective there."""
         layers = self.config.train.layers_at(self.step)
@@ -271,7 +265,7 @@ class Trainer:
         self._say("step %d: from %s to %d layers", self.step, self.layers, layers)
         self.layers = layers
         self.net, self.strategy = refined(self.net, self.strategy, self.config, layers, self.order.batches)
-=======
+
     def _summarise(self) -> None:
         """What the steps cost, and how good their gradients were. No communication."""
         watch = getattr(self.strategy, "watch", None)
@@ -284,7 +278,6 @@ class Trainer:
             self.work.evaluations,
             100 * self.work.compared / max(self.work.evaluations, 1),
         )
->>>>>>> 85e239d (Gradients watched: planted instability stops fixed and makes adaptive fall back; report page)
 
     def _score(self) -> Scores | None:
         """Accuracies; None where a rank was asked to stop."""
@@ -328,81 +321,4 @@ class Trainer:
 
 def same_batches(one: Config, two: Config) -> bool:
     """Whether two runs see the same samples in the same batches. No communication."""
-<<<<<<< HEAD
     return one.seed == two.seed and replace(one.data, root=".") == replace(two.data, root=".")
-
-
-def completed(new: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-    """A row with what is known of the solve that gave its objective, where a run before made that solve."""
-    if new["objective"] is None or any(new[key] != before.get(key) for key in ("step", "objective", "grad_norm")):
-        return new
-    known = {key: before[key] for key in SOLVE_KEYS if before.get(key) is not None and new.get(key) is None}
-    return {**new, **known}
-
-
-SOLVE_KEYS = (
-    "forward_residuals",
-    "adjoint_residuals",
-    "rho_forward",
-    "rho_adjoint",
-    "gradient_cosine",
-    "gradient_error",
-    "gradient_cosine_rejected",
-    "mgrit_levels",
-    "forward_iterations",
-    "adjoint_iterations",
-)
-
-
-def decoupled_keys(report: StepReport) -> dict[str, Any]:
-    """What only decoupled modules report: whose loss it is, how stale its gradient was, how long the step waited."""
-    keys = {"batch": report.batch, "staleness": report.staleness, "wait_seconds": report.wait_seconds}
-    found = report.measured
-    if found is None:
-        return keys
-    names = ("batch", "cosine", "drift")
-    return keys | {f"staleness_{name}": getattr(found, name) for name in names}
-
-
-def watched_keys(report: StepReport | None) -> dict[str, Any]:
-    """What multigrid steps report: convergence factors, the applied gradient beside the exact one, the work."""
-    if report is None or (report.watched is None and report.evaluations is None):
-        return {}
-    forward, adjoint, watched = report.forward, report.adjoint, report.watched
-    shown: dict[str, Any] = {
-        "rho_forward": forward.rho if forward is not None else None,
-        "rho_adjoint": adjoint.rho if adjoint is not None else None,
-    }
-    if watched is not None:
-        shown |= {
-            "gradient_cosine": watched.cosine,
-            "gradient_error": watched.error,
-            "gradient_cosine_rejected": watched.rejected,
-            "mgrit_levels": watched.rung.levels,
-            "forward_iterations": forward.iterations if forward is not None else None,
-            "adjoint_iterations": adjoint.iterations if adjoint is not None else None,
-        }
-    return {**shown, "evaluations": report.evaluations, "evaluations_compared": report.compared}
-
-
-def row(step: int, report: StepReport | None, scores: Scores | None) -> dict[str, Any]:
-    """One row of metrics.jsonl; None where something was not measured at this step. No communication."""
-    forward, adjoint = (report.forward, report.adjoint) if report is not None else (None, None)
-    return {
-        "step": step,
-        "objective": report.objective if report is not None else None,
-        "loss": report.loss if report is not None else None,
-        "grad_norm": report.grad_norm if report is not None else None,
-        "step_size": report.step_size if report is not None else None,
-        **({} if report is None or report.batch is None else decoupled_keys(report)),
-        "train_accuracy": scores.train_accuracy if scores is not None else None,
-        "val_accuracy": scores.val_accuracy if scores is not None else None,
-        "val_loss": scores.val_loss if scores is not None else None,
-        "forward_residuals": list(forward.residuals) if forward is not None and forward.residuals else None,
-        "adjoint_residuals": list(adjoint.residuals) if adjoint is not None and adjoint.residuals else None,
-        **watched_keys(report),
-        "seconds": report.seconds if report is not None else None,
-    }
-=======
-    return one.seed == two.seed and replace(one.data, root=None) == replace(two.data, root=None)
->>>>>>> 85e239d (Gradients watched: planted instability stops fixed and makes adaptive fall back; report page)
