@@ -39,6 +39,7 @@ GROWING = 0.95  # the same where a residual grows
 SAFE = 0.999  # hysteresis: only above does a rung go down
 FAILED_SOON = 3  # comparisons after a change within which a failure doubles the patience
 MOST_PATIENCE = 32
+UNKNOWN = -9.0  # stands for NaN in a checkpoint, where it would differ from itself
 ALARM = 0.5  # share of the error that the bound allows at which a predicted error is looked at
 
 
@@ -82,7 +83,8 @@ class State:
     safe: int = 0  # comparisons in a row above SAFE
     patience: int = 2
     since_change: int = 0  # comparisons since the last change
-    compare_at: int = 1  # the next step that is compared
+    compared_at: int = 0  # the latest step that was compared
+    wait: int = 1  # steps until the next one; 0: the spacing, which may be another one on another number of ranks
     quiet_until: int = 0  # no alarm before this step
     quiet: int = 1
     probe_wait: int = 1
@@ -168,7 +170,9 @@ class Controller:
 
     def plan(self, step: int) -> Plan:
         """How a step is made."""
-        compare = self.every > 0 and step >= self.state.compare_at and self.levels > 1
+        s = self.state
+        due = step >= s.compared_at + (s.wait or self.every)
+        compare = self.every > 0 and due and self.levels > 1
         if self.is_serial:
             return Plan(self.rung, compare and self.adaptive, self.rungs[self.state.rung - 1])
         return Plan(self.rung, compare, SERIAL)
@@ -200,14 +204,14 @@ class Controller:
         s = self.state
         s.compared += 1
         s.since_change += 1
-        s.compare_at = step + max(self.every, 1)
+        s.compared_at, s.wait = step, 0
         if self.is_serial and self.adaptive:
             return self._probed(step, seen, check)
         bad = check.below(self.bound)
         s.below += bad
         if math.isfinite(check.error) and seen.finite:
             ahead = self._until_alarm(step, check.error) if self.adaptive else self.every
-            s.compare_at = step + max(1, min(self.every, ahead))
+            s.wait = 0 if ahead >= self.every else max(1, ahead)
             s.error, s.error_at, s.rho = check.error, step, seen.rho
             s.forward, s.adjoint = (math.nan if r is None else r for r in (seen.forward, seen.adjoint))
         useless = check.below(0.5) or not check.error <= 1
@@ -242,7 +246,7 @@ class Controller:
         s = self.state
         numbers = f"gradient cosine {check.cosine:.3f}, error {check.error:.3g} ({seen}, {self.rung})"
         if s.diverging:
-            s.compare_at = step + 1
+            s.wait = 1
         if s.diverging >= 2:
             return Decision(stop=f"multigrid diverges: {numbers} in two comparisons in a row")
         if not check.cosine >= s.warned - 0.25:  # once, and again where it has become much worse
@@ -267,7 +271,7 @@ class Controller:
             s.rung = len(self.rungs) - 1 if at_once else s.rung + 1
             if self.is_serial:
                 s.probe_wait = 1 if s.patience <= 2 else s.probe_wait
-            s.compare_at = step + (s.probe_wait if self.is_serial else 1)
+            s.wait = s.probe_wait if self.is_serial else 1
             return Decision(
                 True,
                 at_once,
@@ -279,10 +283,10 @@ class Controller:
         s.safe = s.safe + 1 if not check.below(SAFE) and seen.rho < 1 else 0
         if s.rung > 0 and s.safe >= s.patience and self._error_below(seen, check) < ALARM * allowed_error(self.bound):
             s.safe, s.since_change, s.rung = 0, 0, s.rung - 1
-            s.compare_at = step + 1
+            s.wait = 1
             return Decision(message=f"step {step}: gradient cosine {check.cosine:.5f} ({seen}): down to {self.rung}")
         if s.rung > 0 or s.since_change <= FAILED_SOON:
-            s.compare_at = min(s.compare_at, step + max(self.every // 4, 1))
+            s.wait = min(s.wait or self.every, max(self.every // 4, 1))
         return NOTHING
 
     def _error_below(self, seen: Seen, check: Check) -> float:
@@ -301,12 +305,12 @@ class Controller:
             s.rung, s.safe, s.since_change, s.probe_wait = s.rung - 1, 0, 0, 1
             s.error, s.forward, s.adjoint = check.error, seen.forward or math.nan, seen.adjoint or math.nan
             s.error_at, s.rho = step, seen.rho
-            s.compare_at, s.quiet_until, s.quiet = step + 1, 0, 1
+            s.wait, s.quiet_until, s.quiet = 1, 0, 1
             return Decision(
                 message=f"step {step}: a probe has gradient cosine {check.cosine:.5f} ({seen}): back to {tried}"
             )
         s.probe_wait = min(2 * s.probe_wait, 2 * max(self.every, 1))
-        s.compare_at = step + s.probe_wait
+        s.wait = s.probe_wait
         return NOTHING
 
     def rescue(self, step: int) -> str:
@@ -315,7 +319,7 @@ class Controller:
             return ""
         before, s = self.rung, self.state
         s.rung, s.safe, s.since_change = len(self.rungs) - 1, 0, 0
-        s.compare_at = step + max(self.every // 4, 1)
+        s.compared_at, s.wait = step, max(self.every // 4, 1)
         return f"step {step}: no decrease with {before}; from now on {self.rung}"
 
     def summary(self) -> str:
@@ -330,12 +334,13 @@ class Controller:
 
     def numbers(self) -> list[float]:
         """The state as numbers."""
-        return [float(value) for value in vars(self.state).values()]
+        return [UNKNOWN if math.isnan(value) else float(value) for value in vars(self.state).values()]
 
     def restore(self, numbers: Sequence[float]) -> None:
         """The state from numbers; a rung that the present ladder lacks is its last one."""
         names = list(vars(self.state))
         defaults = vars(State())
-        typed = {n: type(defaults[n])(v) for n, v in zip(names, numbers, strict=True)}
+        known = (math.nan if v == UNKNOWN else v for v in numbers)
+        typed = {n: type(defaults[n])(v) for n, v in zip(names, known, strict=True)}
         self.state = replace(State(), **typed)
         self.state.rung = min(self.state.rung, len(self.rungs) - 1)

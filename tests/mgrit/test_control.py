@@ -83,7 +83,7 @@ def test_a_rung_is_left_downwards_only_where_the_error_below_is_small():
     """At rho 0.1 an iteration less costs ten times the error: 0.002 becomes 0.02, and 0.02 would become 0.2."""
     for error, expected in ((0.002, Rung(3, 2, 1)), (0.02, Rung(3, 3, 2))):
         controller = Controller(ADAPTIVE, 3, 4)
-        controller.state.rung, controller.state.compare_at = 1, 0
+        controller.state.rung, controller.state.compared_at = 1, -1
         for step in (0, 1, 2, 3, 4, 5, 6):
             if controller.plan(step).compare:
                 controller.compared(step, FINE, Check(1 - error**2 / 2, error))
