@@ -72,7 +72,7 @@ def test_version(run: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "no command; known: train, eval, bench, study, tune, plan, show, export, report, data, info; see lpnet --help"),
+        ([], "known: train, eval, bench, study, tune, plan, show, export, report, data, info; see lpnet --help"),
         (["trian"], "trian is not a command; did you mean train?"),
         (["xyzzy"], "xyzzy is not a command; known: train,"),
         (["train", PEAKS, "--mgrit.levls", "3"], "--mgrit.levls is not a known key; did you mean --mgrit.levels?"),

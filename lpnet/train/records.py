@@ -48,7 +48,7 @@ def completed(new: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
     """A row with what is known of the solve that gave its objective, where a run before made that solve."""
     if new["objective"] is None or any(new[key] != before.get(key) for key in ("step", "objective", "grad_norm")):
         return new
-    known = {key: before[key] for key in SOLVE_KEYS if before.get(key) is not None and new.get(key) is None}
+    known = {key: before[key] for key in SOLVE_KEYS if key in before and new.get(key) is None}
     return {**new, **known}
 
 
