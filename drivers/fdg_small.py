@@ -8,6 +8,10 @@ K = 4 (K = 3 takes the setting of K = 4); on CIFAR-10 all methods take the rate 
 setting is then trained with three other seeds and judged by test images. Subset, epochs and batch are those of
 configs/fdg_small_*.yaml, the same for all. A run that is done is a file in OUT/cells and is not done again, so that the
 study may be stopped at any moment. Writes OUT/table.md; --table makes it of what is there.
+
+    python drivers/fdg_small.py --mnist FOLDER --out runs/fdg_small --staleness 50
+
+does the runs of seed 0 again with the staleness of every 50th batch measured, and writes OUT/staleness.md.
 """
 
 from __future__ import annotations
@@ -34,6 +38,10 @@ RATE_OF_BP = ("cifar10",)  # sets on which all methods share the rate of backpro
 CHOSEN_AT = {1: 1, 2: 2, 3: 4, 4: 4}
 BETAS = (0.8, 0.5)
 HELD_OUT = {"mnist": 5000, "cifar10": 3000}
+WHAT_IS_STALE = (
+    "cosine of the gradient that lands with the one of backpropagation for the weights of that moment; distance that "
+    "the weights have moved since the forward, over their norm. Means of every {every}th batch of seed 0."
+)
 # column of the table: flags, and whether beta is chosen
 METHODS: dict[str, tuple[tuple[str, ...], bool]] = {
     "BP": (("--fdg.schedule", "bp"), False),
@@ -184,6 +192,43 @@ class Study:
         text = "\n\n".join(self.table(data) for data in SETS if any(self.cells.glob(f"{data}-*.json")))
         (self.out / "table.md").write_text(text + "\n")
 
+    def stale(self, every: int) -> None:
+        """Runs of the chosen settings with staleness measured, and their table."""
+        (self.out / "stale").mkdir(exist_ok=True)
+        lines = []
+        for data in self.roots:
+            lines += [
+                f"| {SETS[data]} | " + " | ".join(f"K = {modules}" for modules in MODULES) + " |",
+                "|---" * (1 + len(MODULES)) + "|",
+            ]
+            for method in METHODS:
+                found = [self._stale(data, method, modules, every) for modules in MODULES if method != "BP"]
+                if found:
+                    lines.append("| " + " | ".join([method, *found]) + " |")
+            lines += ["", f"Modules 1 to K: {WHAT_IS_STALE.format(every=every)}", ""]
+            (self.out / "staleness.md").write_text("\n".join(lines))
+
+    def _stale(self, data: str, method: str, modules: int, every: int) -> str:
+        """A cell of the table of `stale`."""
+        from lpnet.io.metrics import read
+
+        setting = self.chosen(data, method, modules, work=False)
+        if setting is None:
+            return "-"
+        cell = Cell(data, method, modules, *setting, SEEDS[0], False)
+        path = self.out / "stale" / f"{cell.name}.json"
+        if not path.is_file():
+            more = [*self.more, "--fdg.staleness_every", str(every)]
+            train(cell, self.roots[data], self.out / "stale", more)
+            rows = read(self.out / "stale" / "runs" / cell.name / "metrics.jsonl")
+            rows = [row for row in rows if row.get("staleness_cosine")]
+            path.write_text(json.dumps([[row["staleness_cosine"], row["staleness_drift"]] for row in rows]))
+        rows = json.loads(path.read_text())
+        cosine, drift = (
+            " ".join(f"{statistics.mean(row[kind][k] for row in rows):.3f}" for k in range(modules)) for kind in (0, 1)
+        )
+        return f"{cosine}; {drift}"
+
     def table(self, data: str) -> str:
         """Median and range of the test errors, one line per method, one column per K; and how it was made."""
         _, base = self.errors(data, "BP", 1)
@@ -247,6 +292,7 @@ def main(words: Sequence[str] | None = None) -> None:
     for data, name in SETS.items():
         parser.add_argument(f"--{data}", type=Path, help=f"folder of {name}; left out without")
     parser.add_argument("--out", type=Path, required=True, help="folder for the runs")
+    parser.add_argument("--staleness", type=int, default=0, help="batches between two measurements")
     parser.add_argument("--table", action="store_true", help="only write the table of what is there")
     args, more = parser.parse_known_args(words)
     roots = {data: getattr(args, data) for data in SETS if getattr(args, data) is not None}
@@ -255,6 +301,10 @@ def main(words: Sequence[str] | None = None) -> None:
         import torch
 
         torch.set_num_threads(1)
+        if args.staleness:
+            study.stale(args.staleness)
+            print((args.out / "staleness.md").read_text())
+            return
         study.run()
     study.write()
     print((args.out / "table.md").read_text())

@@ -69,6 +69,24 @@ def test_the_small_study_chooses_on_held_out_samples_and_goes_on_where_it_was(sm
     assert "2 of 3 seeds" in (tmp_path / "table.md").read_text()
 
 
+def test_the_small_study_measures_staleness(small, tmp_path, monkeypatch):
+    def train(cell, root, out, more):
+        assert more == ["--fdg.staleness_every", "4"] and cell.seed == 0 and not cell.held_out
+        folder = out / "runs" / cell.name
+        folder.mkdir(parents=True)
+        rows = [{"step": 0}, {"step": 1, "staleness_cosine": [0.5] * cell.modules, "staleness_drift": [0.25, 0.0, 0.0]}]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    monkeypatch.setattr(small, "train", train)
+    monkeypatch.setattr(small.Study, "chosen", lambda self, *cell, work: (0.1, 1.0))
+    study = small.Study(tmp_path, {"mnist": tmp_path})
+    for _ in range(2):  # the second time from the files
+        study.stale(4)
+        text = (tmp_path / "staleness.md").read_text()
+        assert "| FDG, beta = 1 | 0.500 0.500; 0.250 0.000 | 0.500 0.500 0.500; 0.250 0.000 0.000 |" in text
+        assert "BP" not in text and "every 4th batch" in text
+
+
 def test_one_run_of_the_small_study(small, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     from data.test_mnist import write
