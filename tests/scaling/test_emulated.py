@@ -30,7 +30,8 @@ def contents(folder: Path, step: int) -> dict[str, np.ndarray]:
 def losses(folder: Path) -> list[dict[str, Any]]:
     """Rows of metrics.jsonl without the times."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
+    times = ("seconds", "wait_seconds", "modules")
+    return [{key: value for key, value in row.items() if key not in times} for row in rows]
 
 
 def same_runs(one: Path, two: Path, step: int) -> None:
@@ -49,6 +50,22 @@ def test_train_equals_mpirun_bit_for_bit(small: Path, tmp_path: Path, mpirun: An
         done = mpirun(ranks if ranks > 1 else 0, "lpnet", "train", small, *flags, "--run.out", real)
         assert done.returncode == 0, done.stderr
         same_runs(tmp_path / "virtual" / f"ranks-{ranks}", real, 4)
+
+
+GRIDS = {
+    "fdg": (2, ["--method", "fdg", "--fdg.modules", "2", "--fdg.cuts", "uniform"]),
+    "replicas x pipeline": (4, ["--parallel.replicas", "2", "--mgrit.levels", "1", "--mgrit.microbatches", "3"]),
+    "replicas x multigrid": (4, ["--parallel.replicas", "2", "--mgrit.forward_iterations", "2"]),
+}
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_grids_of_ranks_equal_mpirun_bit_for_bit(small: Path, tmp_path: Path, mpirun: Any, name: str) -> None:
+    ranks, flags = GRIDS[name]
+    assert main(["train", str(small), *flags, "--emulate", str(ranks), "--run.out", str(tmp_path / "virtual")]) == 0
+    done = mpirun(ranks, "lpnet", "train", small, *flags, "--run.out", tmp_path / "real", timeout=90)
+    assert done.returncode == 0, done.stderr
+    same_runs(tmp_path / "virtual", tmp_path / "real", 4)
 
 
 def test_resume_on_another_number_of_ranks_after_a_death(small: Path, tmp_path: Path) -> None:
