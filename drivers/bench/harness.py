@@ -144,7 +144,7 @@ def on_ranks(script: str, ranks: int, arguments: Sequence[str]) -> list[Row]:
         *arguments,
     ]
     try:
-        subprocess.run(command, check=True, env=environment, timeout=220)
+        subprocess.run(command, check=True, env=environment, timeout=900)
         return [Row(**entry) for entry in json.loads(result.read_text())]
     finally:
         result.unlink(missing_ok=True)
