@@ -102,6 +102,11 @@ class LayerParallel(WarmStarts, DirectSolves, Replicated, torch.nn.Module):
         self._begin_cache()
 
     def _check_several(self) -> None:
+        if self.mgrit.batching not in ("off", "auto") and self.mgrit.batching != ["off"]:
+            raise UsageError(
+                f"mgrit.batching is {self.mgrit.batching}; intervals of a network of several stacks differ and do not "
+                f"lie side by side: set it to off"
+            )
         if self.mgrit.storage != "all" or self.mgrit.initial_guess in ("constant", "class_mean"):
             raise UsageError(
                 f"mgrit.storage {self.mgrit.storage} and initial_guess {self.mgrit.initial_guess}: a network of "

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from lpnet.config import Config
 from lpnet.mgrit.cycle import Cycle
-from lpnet.mgrit.hierarchy import build, direction, table
+from lpnet.mgrit.hierarchy import Hierarchy, build, direction, table
 from lpnet.mgrit.programs import evaluations, messages, parts, record, solve_critical_path
 from lpnet.parallel.grid_shape import grid_of
 from lpnet.parallel.partition import Partition, explicit, uniform
@@ -92,6 +92,8 @@ def plan_text(config: Config, ranks: int, *, batch: int | None = None) -> str:
     if mgrit.spatial != "none" and len(hierarchy.levels) > 1:
         factors = ", ".join(map(str, mgrit.spatial_factors[1 : len(hierarchy.levels)]))
         lines.append(f"spatial coarsening ({mgrit.spatial}): levels 1 to {len(hierarchy.levels) - 1} by {factors}")
+    if mgrit.initial_guess == "kept" and len(hierarchy.levels) > 1:
+        lines.append(warm_text(config, hierarchy, partition, samples))
     lines += ["", memory_text(config, partition, samples)]
     return "\n".join(lines)
 
@@ -130,6 +132,17 @@ def memory_bytes(config: Config, partition: Partition, samples: int) -> tuple[in
     copies = 2 + slots.get(config.optim.name, 1)
     widest = 16 if model.name == "ode_resnet" else 1  # layers of the last stage have the most weights
     return states, most * (model.width * fan_in * widest + bias) * (copies + 2) * item
+
+
+def warm_text(config: Config, hierarchy: Hierarchy, partition: Partition, samples: int) -> str:
+    """States and adjoints that are kept for warm starts, on the fullest rank."""
+    model, c_points = config.model, hierarchy.c_points(0)
+    blocks = [partition.block(rank) for rank in range(partition.ranks)]
+    most = max(sum(low <= p < high for p in c_points) for low, high in blocks) + 1
+    pixels = PIXELS.get(config.data.name, 1) if model.name in ("conv", "ode_resnet") else 1
+    each = 2 * most * model.width * pixels * samples * BYTES[model.dtype] / 2**20
+    bound = config.mgrit.cache_mib
+    return f"warm starts: {each:.1f} MiB per batch id, {'all are kept' if bound is None else f'{bound:g} MiB in all'}"
 
 
 def memory_text(config: Config, partition: Partition, samples: int) -> str:

@@ -247,6 +247,23 @@ def test_checkpoints_hold_the_buffers_of_any_number_of_ranks(comm, shared_tmp_pa
     net.comm.free(), again.comm.free()
 
 
+class Doubled(torch.nn.Linear):
+    """A layer that changes the dtype."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+
+    def forward(self, u):
+        return super().forward(u).double()
+
+
+class Empty(torch.nn.Module):
+    """An opening whose state holds nothing."""
+
+    def forward(self, x):
+        return ()
+
+
 def refused(factory, x, opening=None, side=None):
     stack = lpnet.LayerStack(factory, num_layers=2, seed=0)
     net = lpnet.LayerParallel(stack, opening=opening or torch.nn.Identity(), closing=torch.nn.Identity())
@@ -256,6 +273,10 @@ def refused(factory, x, opening=None, side=None):
 def test_bad_input_is_refused_before_the_first_message():
     with pytest.raises(UsageError, match=r"layer 0 makes \(2, 3\).*state \(2, 4\)"):
         refused(lambda: torch.nn.Linear(4, 3), torch.zeros(2, 4))
+    with pytest.raises(UsageError, match=r"layer 0 makes \(2, 4\) torch.float64 of a state \(2, 4\) torch.float32"):
+        refused(Doubled, torch.zeros(2, 4))
+    with pytest.raises(UsageError, match=r"the state is an empty tuple; it needs a floating tensor"):
+        refused(lambda: torch.nn.Linear(4, 4), torch.zeros(2, 4), opening=Empty())
     with pytest.raises(UsageError, match=r"layer 0 cannot take a state \(1, 4\).*more than 1 value"):
         refused(lambda: torch.nn.BatchNorm1d(4), torch.zeros(1, 4))
     with pytest.raises(UsageError, match="of torch.int64; states are floating"):

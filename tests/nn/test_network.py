@@ -225,6 +225,9 @@ def test_bad_input_is_refused():
         net(torch.zeros(2, 3))
     with pytest.raises(UsageError, match="Network, which has both"):
         lpnet.LayerParallel(stack(DenseStep(2), 2, 0))
-    network = lpnet.Network([torch.nn.Identity(), linear(3, 3), torch.nn.Identity()])
-    with pytest.raises(UsageError, match="storage c_points"):
-        lpnet.LayerParallel(network, mgrit=lpnet.MGRIT(levels=2, storage="c_points"))
+    for settings, text in (({"batching": "on"}, "batching is on; intervals of a network of several stacks differ"),
+                           ({"initial_guess": "constant"}, "initial_guess constant"),
+                           ({"storage": "c_points"}, "storage c_points")):  # fmt: skip
+        network = lpnet.Network([torch.nn.Identity(), linear(3, 3), torch.nn.Identity()])
+        with pytest.raises(UsageError, match=text):
+            lpnet.LayerParallel(network, mgrit=lpnet.MGRIT(levels=2, **settings))
