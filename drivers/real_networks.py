@@ -1,7 +1,7 @@
 """Layer-parallel one-shot training against serial training on real data: equal steps, three seeds, table and pictures.
 
     python drivers/real_networks.py mnist salinas_a --data FOLDER --out runs/real       # emulated ranks, one process
-    mpirun: add --mpirun (same bits); a table of what is there already: add --steps 0
+    ... --mpirun    real ranks (the same bits)      ... --steps 0    a table and pictures of what is there already
 
 FOLDER holds the data sets in folders of their names. A cell is one `lpnet train`; finished cells are not run again, and
 an interrupted one goes on from its checkpoint. Leaves per data set OUT/NAME.json, NAME.md, NAME.png, and the class map

@@ -55,6 +55,7 @@ class Problem:
         self.incoming = [None if point is None else self._border(point) for point in comes]
         self.outgoing = [None if part.next_point is None else self._border(part.next_point) for part in levels]
         self.squares: list[np.ndarray] = []  # squared residuals at this rank's C-points, per refresh
+        self._differences: Tensor | None = None
         self._receiving: dict[tuple[str, int], Any] = {}
         self._sending: dict[tuple[str, int], Any] = {}
         self._tag = ADJOINT_TAG if self.adjoint else FORWARD_TAG
@@ -176,7 +177,9 @@ class Problem:
     def _residual(self, action: Action) -> list[Op]:
         """||E - u||^2 at the C-points of level 0, noted in `squares`."""
         ops: list[Op] = []
-        scratch = self.workspace.rows(len(self.local_c_points()))
+        if self._differences is None:  # one for all programs
+            self._differences = self.workspace.rows(len(self.local_c_points()))
+        scratch = self._differences
         at = 0
         for run in self.local_runs:
             new, state = self._new(1, run), self.view(run)

@@ -13,6 +13,7 @@ from lpnet.parallel.grid_shape import grid_of
 from lpnet.parallel.partition import Partition, explicit, uniform
 
 BYTES = {"float32": 4, "float64": 8, "bfloat16": 4}  # bfloat16 computes in it and keeps float32
+BLOCKS = {"dense": 32, "conv": 8}  # layers whose gradients are made at once
 PIXELS = {"mnist": 28 * 28, "cifar10": 32 * 32, "cifar100": 32 * 32}
 
 
@@ -113,7 +114,7 @@ def memory_bytes(config: Config, partition: Partition, samples: int) -> tuple[in
     most = max(b - a for a, b in zip(partition.bounds, partition.bounds[1:], strict=False))
     payload = model.width * pixels * samples * item
     levels = 1 if config.method == "serial" else mgrit.levels
-    kept, rows = most, 0
+    kept, rows, block = most, 0, BLOCKS.get(model.name, most)
     if levels > 1:
         hierarchy = build(model.all_layers, mgrit, barriers=model.barriers)
         shares = [len(points) / partition.ranks for points in hierarchy.levels[1:]]
@@ -123,7 +124,9 @@ def memory_bytes(config: Config, partition: Partition, samples: int) -> tuple[in
             kept = int(shares[0]) + max(
                 b - a for a, b in zip(hierarchy.levels[1], hierarchy.levels[1][1:], strict=False)
             )
-    states = (4 * (kept + 1) + rows) * payload + (kept + 1) * samples * item * (model.name == "dense")
+            block = kept
+    # states, values, adjoints, and what the gradients of a block of layers need
+    states = (3 * (kept + 1) + min(kept, block) + rows) * payload + (kept + 1) * samples * item * (model.name == "dense")
     if mgrit.spatial != "none" and levels > 1:  # states, values and adjoints of restricted states, per factor
         states += sum(3 * (kept + 1) * payload // f**2 for f in sorted(set(mgrit.spatial_factors)) if f > 1)
     fan_in = model.width * (model.kernel**2 if images else 1)

@@ -302,7 +302,7 @@ class ConvWorkspace(LayerwiseWorkspace):
         inner = self.d[d[0] : d[-1] + 1 : d[1] - d[0] if number > 1 else 1]
         padding, groups = step.kernel // 2, step.groups * self.fold * number
         where = ([1, 1], [padding] * 2, [1, 1], False, [0, 0], groups, [True, False, False])
-        to = out if minus is None or plus is None else torch.empty_like(out)
+        to = out if minus is None or plus is None else self.scratch(out)
 
         def run() -> None:
             for i in range(number):

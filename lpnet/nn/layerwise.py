@@ -38,6 +38,7 @@ class LayerwiseWorkspace:
         self.u = self.like.new_zeros(state_slots, *self.payload)
         self.z: list[Tensor | None] = [None] * layer_slots  # F in the shape of a payload
         self._lam: Tensor | None = None
+        self._scratch: dict[int, Tensor] = {}
         self._adjoint_slots = adjoint_slots
 
     def one_evaluate(self, layer: int, u: int, z: int) -> list[Op]:
@@ -51,6 +52,12 @@ class LayerwiseWorkspace:
     def one_gradient(self, layer: int, u: int, d: int, h: float) -> list[Op]:
         """Gradients of one layer from what its latest pull has kept."""
         raise NotImplementedError
+
+    def scratch(self, like: Tensor) -> Tensor:
+        """A shared dense array of the shape of `like`, for what is used at once."""
+        if like.numel() not in self._scratch:
+            self._scratch[like.numel()] = like.new_empty(like.numel())
+        return self._scratch[like.numel()].view(like.shape)
 
     def begin(self, context: Context) -> None:
         """A pass begins."""
@@ -95,7 +102,7 @@ class LayerwiseWorkspace:
         ops: list[Op] = []
         rows = side_by_side(u, out, minus, plus)
         for slot, kept, (o, m, p) in zip(places(u), places(z), rows, strict=True):
-            to = o if m is None or p is None else torch.empty_like(o)
+            to = o if m is None or p is None else self.scratch(o)
             ops += [partial(self._advance, self.u[slot], kept, h, to), *corrected(to, m, p, o)]
         return ops
 
@@ -123,7 +130,7 @@ class LayerwiseWorkspace:
         ops: list[Op] = []
         rows = side_by_side(layer, source, out, minus, plus)
         for a, b, c, (s, o, m, p) in zip(places(layer), places(z), places(d), rows, strict=True):
-            to = o if m is None or p is None else torch.empty_like(o)
+            to = o if m is None or p is None else self.scratch(o)
             ops += [*self.one_pull(a, b, c, s, h, to), *corrected(to, m, p, o)]
         return ops
 
