@@ -126,7 +126,9 @@ def memory_bytes(config: Config, partition: Partition, samples: int) -> tuple[in
             )
             block = kept
     # states, values, adjoints, and what the gradients of a block of layers need
-    states = (3 * (kept + 1) + min(kept, block) + rows) * payload + (kept + 1) * samples * item * (model.name == "dense")
+    states = (3 * (kept + 1) + min(kept, block) + rows) * payload + (kept + 1) * samples * item * (
+        model.name == "dense"
+    )
     if mgrit.spatial != "none" and levels > 1:  # states, values and adjoints of restricted states, per factor
         states += sum(3 * (kept + 1) * payload // f**2 for f in sorted(set(mgrit.spatial_factors)) if f > 1)
     fan_in = model.width * (model.kernel**2 if images else 1)
