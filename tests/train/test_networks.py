@@ -60,7 +60,7 @@ def test_an_ode_resnet_trains_on_any_ranks_and_grids(comm, norm, config, shared_
     if comm.rank == 0:
         assert run_train(None, config, one, *flags) == 0
         first, second = (contents(folder) for folder in (many, one))
-        for name in (name for name in second if name.startswith(("model", "optim"))):
+        for name in (n for n in second if n.startswith(("model", "optim")) and "/control/" not in n):
             torch.testing.assert_close(first[name], second[name], rtol=1e-7, atol=1e-9)
         exported = torch.load(export_checkpoint(many, shared_tmp_path / "out.pt"), weights_only=True)
         layers = {name.split(".")[1] for name in exported if name.startswith("layers.")}

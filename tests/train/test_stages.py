@@ -112,7 +112,7 @@ def test_stages_with_replicas(comm, config, shared_tmp_path, run_train):
     if comm.rank == 0:
         assert run_train(None, config, shared_tmp_path / "one", *flags) == 0
         one, two = (contents(file_of(shared_tmp_path / name, 13), "model", "optim") for name in ("grid", "one"))
-        for name in one:
+        for name in (name for name in one if "/control/" not in name):
             torch.testing.assert_close(one[name], two[name], rtol=1e-7, atol=1e-9)
 
 
