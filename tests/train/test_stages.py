@@ -102,7 +102,10 @@ def test_stages_are_runs_whose_checkpoints_are_refined_by_hand(comm, interpolati
         assert run_train(comm, config, folder, *plain, "--model.layers", layers, "--run.steps", steps, *resume) == 0
         before = file_of(folder, steps)
     if comm.rank == 0:
-        assert same(contents(before, "model", "optim"), contents(file_of(staged, 13), "model", "optim"))
+        one, two = (contents(path, "model", "optim") for path in (before, file_of(staged, 13)))
+        for found in (one, two):  # what a controller counts begins anew with a run
+            found.pop("optim/control/state", None)
+        assert same(one, two)
 
 
 @pytest.mark.ranks(4)
