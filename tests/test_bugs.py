@@ -189,3 +189,37 @@ def test_measured_choices_of_a_checkpoint_are_kept():
     assert measured_before(auto, None, 2) == auto
     other = replace(auto, mgrit=replace(auto.mgrit, coarsening=2))
     assert measured_before(other, saved, 2) == other
+
+
+EARLY = """
+method: fdg
+model: {layers: 16, width: 4, activation: tanh, dtype: float64}
+data: {name: peaks, train_samples: 60, validation_samples: 20, batch_size: 20}
+fdg: {backward: recompute}
+optim: {lr: 0.02}
+run: {steps: 7, eval_every: 0, checkpoint_every: 1, keep: 10, plots: false}
+"""
+EARLY_RUNS = {  # grid, optimiser, steps to go on from
+    "layers, adam": (["--parallel.modules", "2"], ["adam"], [1, 2]),
+    "layers, adagrad": (["--parallel.modules", "2"], ["adagrad"], [1]),
+    "replicas, rmsprop": (["--parallel.modules", "2", "--parallel.replicas", "2"], ["rmsprop", "0.9"], [1]),
+    "four modules, momentum": (["--parallel.modules", "4"], ["sgd", "0.9"], [2, 4]),
+    "four modules, predicted": (["--parallel.modules", "4", "--fdg.prediction", "full"], ["adam"], [1, 4]),
+    "units, momentum": (["--fdg.modules", "4"], ["sgd", "0.9"], [3]),
+}
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("case", EARLY_RUNS)
+def test_checkpoints_before_every_module_has_updated(comm, case, shared_tmp_path):
+    """The slots of a stack had gaps where a module's optimiser had none yet, and nothing could be saved."""
+    grid, (name, *momentum), steps = EARLY_RUNS[case]
+    whole, last = shared_tmp_path / "whole", "checkpoints/step-00000007.h5"
+    flags = [*grid, "--optim.name", name, *(["--optim.momentum", *momentum] if momentum else [])]
+    assert train(comm, EARLY, whole, *flags) == 0
+    for step in steps:
+        again = shared_tmp_path / f"from-{step}"
+        assert train(comm, EARLY, again, *flags, "--resume", whole / f"checkpoints/step-{step:08}.h5") == 0
+        if comm.rank == 0:
+            for file in ("checkpoints/step-00000005.h5", last):
+                assert differences(whole / file, again / file) == []

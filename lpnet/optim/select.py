@@ -50,11 +50,14 @@ def optimizer_shards(
         rank: this rank; a stacked parameter's numbers, the same on all ranks, are handed in by rank 0 or, where
             it has none of its rows, by the owner of the first one.
         by_layer: numbers of a stacked parameter have a row per layer: decoupled modules have done different numbers
-            of updates while work is in flight.
+            of updates while work is in flight. Rows that have not been updated, while others have, are zeros.
     """
     out = []
     for shard in shards:
-        for slot, value in sorted(optimizer.state.get(shard.tensor, {}).items()):
+        slots = optimizer.state.get(shard.tensor, {})
+        if by_layer and shard.rows is not None and not slots:
+            slots = _zero_slots(optimizer, shard.tensor)
+        for slot, value in sorted(slots.items()):
             name = f"{shard.name}/{slot}"
             if torch.is_tensor(value) and value.shape == shard.tensor.shape:
                 out.append(Shard(name, value.detach(), shard.rows, shard.layers))
@@ -64,6 +67,19 @@ def optimizer_shards(
             elif value is not None and (rank == 0 or shard.rows is None or shard.rows[0] == 0):
                 out.append(Shard(name, torch.as_tensor(value).detach()))
     return out
+
+
+def _zero_slots(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The slots that an update would make, all zero: the rows of a file have no gaps. None outside the optimiser."""
+    for group in optimizer.param_groups:
+        if any(parameter is member for member in group["params"]):
+            copy = torch.zeros_like(parameter, requires_grad=True)
+            copy.grad = torch.zeros_like(copy)
+            probe = type(optimizer)([{**group, "params": [copy]}])  # type: ignore[call-arg]
+            probe.step()
+            made = probe.state.get(copy, {})
+            return {n: torch.zeros_like(torch.as_tensor(v)) for n, v in made.items() if v is not None}
+    return {}
 
 
 def load_optimizer(
@@ -82,7 +98,8 @@ def load_optimizer(
         names: "<parameter>/<slot>" of all entries in the checkpoint.
         read: given a shard (name, a tensor of the wanted shape and type, rows), returns its values; every rank asks
             for the numbers of a stacked parameter.
-        by_layer: as in `optimizer_shards`.
+        by_layer: as in `optimizer_shards`; zeros are left out again, for to an optimiser no slot and a slot of zeros
+            are not always the same (weight prediction from Adam's would divide by zero).
 
     Raises:
         CheckpointError: an entry belongs to no parameter of the optimiser's groups.
@@ -106,7 +123,9 @@ def load_optimizer(
                 slots[slot] = read(
                     Shard(name, torch.empty_like(shard.tensor, requires_grad=False), shard.rows, shard.layers)
                 )
-        if slots:
+        # Adagrad has slots from the start
+        unused = by_layer and shard.rows is not None and not optimizer.state.get(shard.tensor)
+        if slots and not (unused and not any(value.any() for value in slots.values())):
             state[shard.tensor] = slots
     optimizer.state.clear()
     optimizer.state.update(state)
