@@ -38,6 +38,9 @@ class MGRIT:
         coarsening: c; every c-th point of a level makes the next; one number or one per level.
         relaxation: F, FCF, FCFCF, ...; one word or one per level.
         c_weight: weight w of C-relaxation, new = w C + (1 - w) old; one number or one per level.
+        coarse: weights of a coarse step of s layers: injected (of its first layer, which costs least: the value of the
+            fine step is used again) | averaged (mean of all s layers) | half_steps (two steps of s/2, with the first
+            and the middle layer: two evaluations). For dense and convolutional layers.
         cycle: V, or F (a V-cycle follows on every level on the way up).
         forward_iterations: iterations of every forward solve; null iterates to the tolerance.
         adjoint_iterations: the same for the adjoint solve.
@@ -81,6 +84,7 @@ class MGRIT:
     coarsening: int | list[int] = 4
     relaxation: str | list[str] = "F"
     c_weight: float | list[float] = 1.0
+    coarse: Literal["injected", "averaged", "half_steps"] = "injected"
     cycle: Literal["V", "F"] = "V"
     forward_iterations: int | None = None
     adjoint_iterations: int | None = None
@@ -137,6 +141,11 @@ class MGRIT:
             require(0 < w <= 2, f"mgrit.c_weight is {w}; it must lie in (0, 2]")
         for factor in self.spatial_factor if isinstance(self.spatial_factor, list) else [self.spatial_factor]:
             require(factor >= 1, f"mgrit.spatial_factor is {factor}; it must be 1 or more")
+        require(
+            self.coarse == "injected" or self.spatial == "none",
+            f"mgrit.coarse is {self.coarse} with mgrit.spatial {self.spatial}; coarse levels with smaller states have "
+            "the weights of the layers: set one of them back to injected or none",
+        )
         self._check_control()
         allowed = {
             "levels",

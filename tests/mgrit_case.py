@@ -32,6 +32,7 @@ class Case:
     c_weight: float = 1.0
     activation: str = "tanh"
     bias: str = "vector"
+    coarse: str = "injected"
 
     def __str__(self) -> str:
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
@@ -47,6 +48,7 @@ class Case:
             "levels": self.levels, "coarsening": plain(self.coarsening), "relaxation": plain(self.relaxation),
             "cycle": self.cycle, "forward_iterations": self.iterations, "adjoint_iterations": self.iterations,
             "initial_guess": self.guess, "c_weight": self.c_weight,
+            "coarse": self.coarse,
         }
         return lpnet.MGRIT(**settings | changes)
 
@@ -69,7 +71,7 @@ class Case:
     def options(self) -> dict[str, Any]:
         """The reference's settings."""
         return {"relaxation": self.relaxation, "cycle": self.cycle, "c_weight": self.c_weight,
-                "iterations": self.iterations, "guess": self.guess}
+                "iterations": self.iterations, "guess": self.guess, "coarse": self.coarse}
 
     def forward(self, dense: ref.Dense, u0: np.ndarray, **changes: Any) -> ref.Solution:
         """The reference's forward solve."""

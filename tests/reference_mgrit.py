@@ -68,7 +68,7 @@ class Dense:
     def argument(self, i: int, u: Array) -> Array:
         return u @ self.weight[i].T + self.bias[i]
 
-    def step(self, i: int, u: Array, span: int = 1) -> Array:
+    def step(self, i: int, u: Array, span: float = 1) -> Array:
         """Layer i with the step h span."""
         return u + self.h * span * activate(self.activation, self.argument(i, u))
 
@@ -76,9 +76,34 @@ class Dense:
         """Its derivative at u in the direction v."""
         return v + self.h * span * slope(self.activation, self.argument(i, u)) * (v @ self.weight[i].T)
 
-    def vjp(self, i: int, u: Array, lam: Array, span: int = 1) -> Array:
+    def vjp(self, i: int, u: Array, lam: Array, span: float = 1) -> Array:
         """Its transposed derivative at u, applied to lam."""
         return lam + self.h * span * (slope(self.activation, self.argument(i, u)) * lam) @ self.weight[i]
+
+    def pieces(self, b: int, a: int, coarse: str) -> list[tuple[Dense, int, float]]:
+        """Steps (layers, index, length) that a coarse step from b to a is made of, one after the other."""
+        span = a - b
+        if coarse == "averaged":
+            mean = [np.mean(values[b:a], axis=0, keepdims=True) for values in (self.weight, self.bias)]
+            return [(Dense(*mean, self.h, self.activation), 0, span)]
+        if coarse == "half_steps" and span > 1:
+            return [(self, b, span / 2), (self, b + span // 2, span / 2)]
+        return [(self, b, span)]
+
+    def coarse_step(self, b: int, a: int, u: Array, coarse: str) -> Array:
+        """The step of a coarse level from b to a."""
+        for net, i, span in self.pieces(b, a, coarse):
+            u = net.step(i, u, span)
+        return u
+
+    def coarse_vjp(self, b: int, a: int, u: Array, lam: Array, coarse: str) -> Array:
+        """Its transposed derivative at u, applied to lam."""
+        pieces, states = self.pieces(b, a, coarse), [u]
+        for net, i, span in pieces[:-1]:
+            states.append(net.step(i, states[-1], span))
+        for (net, i, span), state in zip(reversed(pieces), reversed(states), strict=True):
+            lam = net.vjp(i, state, lam, span)
+        return lam
 
     def gradient(self, i: int, u: Array, lam: Array) -> tuple[Array, Array]:
         """(dPhi_i/d(W_i, b_i))^T lam at u."""
@@ -283,15 +308,15 @@ class Solver:
 
 
 def solve_forward(net: Dense, u0: Array, grids: Sequence[Sequence[int]], *, iterations: int, guess: Guess = "zero",
-                  **options: Any) -> Solution:
+                  coarse: str = "injected", **options: Any) -> Solution:
     """MGRIT for u_{i+1} = Phi_i(u_i); `grids` from `coarsen`."""
-    return Solver(grids, lambda b, a, x: net.step(b, x, a - b), **options).solve(u0, guess, iterations)
+    return Solver(grids, lambda b, a, x: net.coarse_step(b, a, x, coarse), **options).solve(u0, guess, iterations)
 
 
 def solve_adjoint(net: Dense, states: Array, lam_n: Array, grids: Sequence[Sequence[int]], *, iterations: int,
-                  guess: Guess = "zero", **options: Any) -> Solution:
+                  guess: Guess = "zero", coarse: str = "injected", **options: Any) -> Solution:
     """MGRIT for lambda_i = Phi_i'(u_i)^T lambda_{i+1} at `states`; `grids` are the forward ones."""
-    return Solver(reverse(grids), lambda b, a, x: net.vjp(a, states[a], x, b - a), **options).solve(
+    return Solver(reverse(grids), lambda b, a, x: net.coarse_vjp(a, b, states[a], x, coarse), **options).solve(
         lam_n, guess, iterations)
 
 

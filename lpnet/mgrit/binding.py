@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lpnet.mgrit.coarse import CoarseWorkspace
 from lpnet.mgrit.cycle import Action, Cycle
 from lpnet.mgrit.hierarchy import per_level
 from lpnet.mgrit.slots import Slots, index_of
@@ -38,7 +39,7 @@ class Problem:
         slots: Slots,
         comm: Comm,
         h: float,
-        spaces: Sequence[SpatialWorkspace | None] = (),
+        spaces: Sequence[SpatialWorkspace | CoarseWorkspace | None] = (),
     ) -> None:
         self._spaces = spaces
         self.workspace, self.cycle, self.slots, self.comm, self.h = workspace, cycle, slots, comm, h
@@ -62,8 +63,8 @@ class Problem:
 
     # places
 
-    def layers_of(self, level: int) -> Workspace | SpatialWorkspace:
-        """What evaluates the layers on a level: on full or on restricted states."""
+    def layers_of(self, level: int) -> Workspace | SpatialWorkspace | CoarseWorkspace:
+        """What evaluates the layers on a level: on full or on restricted states, or with other weights."""
         space = self._spaces[level] if level < len(self._spaces) else None
         return self.workspace if space is None else space
 

@@ -11,7 +11,7 @@ The coarse levels work in place on the C-points of level 0: restriction is injec
 no copy, and an exact guess is a bitwise fixed point because Phi_c(new) - Phi_c(old) is exactly zero. An
 action names layers, never tensors; `problems` binds actions to memory once and replays them every step.
 A forward evaluation F(u_b) is recorded only where u_b has changed since the last one: fine and coarse step
-from the same C-point share it. No communication.
+from the same C-point share it, with injected weights. No communication.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class Action(NamedTuple):
         level: level of the edges.
         sink: where a step's result goes: the target's state, the next level's E, or the outgoing buffer.
         plain: without the FAS terms E and K (start from the coarsest grid).
+        work: layer evaluations per edge.
     """
 
     kind: str
@@ -59,6 +60,7 @@ class Action(NamedTuple):
     edges: Edges | None = None
     sink: Sink = "point"
     plain: bool = False
+    work: int = 1
 
 
 @dataclass
@@ -89,10 +91,12 @@ class Cycle:
         ]
         self.coarsest = len(self.levels) - 1
         self.low = self.partition.block(self.rank)[0]
-        # levels with states of the same size share evaluations; 0: full states
+        # levels with states of the same size share evaluations; 0: full states and the layers' own weights
         sizes = self.mgrit.spatial_factors
         kinds = sorted(set(sizes))
         self.spaces = [kinds.index(sizes[min(level, len(sizes) - 1)]) for level in range(len(self.levels))]
+        if self.mgrit.coarse != "injected":  # every coarse level has weights of its own
+            self.spaces = list(range(len(self.levels)))
 
     # programs
 
@@ -274,7 +278,7 @@ class Cycle:
         return self.levels[level].next_point == segment.above
 
     def _evaluate(self, level: int, edges: Edges) -> None:
-        """F of the edges' lower points where it is not up to date; in the adjoint on restricted states only."""
+        """F of the edges' lower points where it is not up to date; in the adjoint where the forward keeps none."""
         space = self.spaces[level]
         if self.hierarchy.adjoint and space == 0:
             return
@@ -340,7 +344,8 @@ class Cycle:
     def _add(
         self, kind: str, level: int, edges: Edges | None = None, sink: Sink = "point", plain: bool = False
     ) -> None:
-        self.actions.append(Action(kind, level, edges, sink, plain))
+        halves = self.mgrit.coarse == "half_steps" and level > 0 and edges is not None and edges.span > 1
+        self.actions.append(Action(kind, level, edges, sink, plain, 2 if halves else 1))
 
     def _take(self) -> list[Action]:
         actions, self.actions = self.actions, []

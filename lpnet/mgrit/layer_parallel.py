@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lpnet.config import MGRIT
 from lpnet.errors import UsageError
+from lpnet.mgrit import coarse
 from lpnet.mgrit.averaging import Replicated
 from lpnet.mgrit.batching import as_setting, fixed_choice, measure
 from lpnet.mgrit.direct import DirectSolves
@@ -82,6 +83,7 @@ class LayerParallel(WarmStarts, DirectSolves, Replicated, torch.nn.Module):
         self.transfers = transfers(self.mgrit, transfer, None if several else cast(LayerStack, stack).step)
         if several and self.mgrit.levels > 1:
             self._check_several()
+        coarse.check(self.mgrit, stack)
         self.is_first, self.is_last = stack.low == 0, stack.high == stack.num_layers
         self.opening: torch.nn.Module | None = opening.to(stack.dtype) if self.is_first else None
         self.closing: torch.nn.Module | None = closing.to(stack.dtype) if self.is_last else None

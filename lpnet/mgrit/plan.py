@@ -93,6 +93,8 @@ def plan_text(config: Config, ranks: int, *, batch: int | None = None) -> str:
     if mgrit.spatial != "none" and len(hierarchy.levels) > 1:
         factors = ", ".join(map(str, mgrit.spatial_factors[1 : len(hierarchy.levels)]))
         lines.append(f"spatial coarsening ({mgrit.spatial}): levels 1 to {len(hierarchy.levels) - 1} by {factors}")
+    if mgrit.coarse != "injected" and len(hierarchy.levels) > 1:
+        lines.append(f"coarse steps: {mgrit.coarse} weights")
     if mgrit.initial_guess == "kept" and len(hierarchy.levels) > 1:
         lines.append(warm_text(config, hierarchy, partition, samples))
     lines += ["", memory_text(config, partition, samples)]
@@ -120,6 +122,8 @@ def memory_bytes(config: Config, partition: Partition, samples: int) -> tuple[in
         shares = [len(points) / partition.ranks for points in hierarchy.levels[1:]]
         # E and K of both directions per level; kept states and residuals of both on level 1
         rows = sum(int(4 * share) + 8 for share in shares) + int(4 * shares[0])
+        # values and slopes of coarse steps with weights of their own, and the middles of half steps
+        rows += {"injected": 0, "averaged": 2, "half_steps": 6}[mgrit.coarse] * int(sum(shares) + len(shares))
         if mgrit.storage == "c_points":
             kept = int(shares[0]) + max(
                 b - a for a, b in zip(hierarchy.levels[1], hierarchy.levels[1][1:], strict=False)

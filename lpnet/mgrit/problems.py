@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lpnet.mgrit.binding import HALO, Problem, copier
+from lpnet.mgrit.coarse import CoarseWorkspace
 from lpnet.mgrit.cycle import Action, Cycle
 from lpnet.mgrit.slots import Slots, index_of
 from lpnet.nn.spatial import SpatialWorkspace
@@ -84,13 +85,19 @@ class AdjointProblem(Problem):
         slots: Slots,
         comm: Comm,
         h: float,
-        spaces: Sequence[SpatialWorkspace | None] = (),
+        spaces: Sequence[SpatialWorkspace | CoarseWorkspace | None] = (),
     ) -> None:
         super().__init__(workspace, cycle, slots, comm, h, spaces)
         # a value from the right rank lies behind the own points where it is the next fine point: it can join a batch
         for level, part in enumerate(cycle.levels):
             if part.next_point is not None and part.next_point == self.high:
                 self.incoming[level] = workspace.adjoint(self.slot[self.high])
+
+    def _evaluate(self, action: Action) -> list[Op]:
+        """Values that the forward does not keep, as slopes."""
+        assert action.edges is not None
+        own, layer = self.layers_of(action.level), self._places(action.edges.layers)[0]
+        return super()._evaluate(action) + (own.linearise(layer) if isinstance(own, CoarseWorkspace) else [])
 
     def _sources(self, layers: Sequence[int], span: int, level: int) -> Tensor:
         points = [b + span for b in layers]

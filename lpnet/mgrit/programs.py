@@ -65,8 +65,9 @@ def evaluations(actions: Sequence[Action], levels: int, *, adjoint: bool) -> tup
 
 
 def _cost(action: Action, adjoint: bool) -> int:
-    counted = ("step", "fas", "recompute") if adjoint else ("evaluate",)
-    return action.edges.number if action.edges is not None and action.kind in counted else 0
+    # the adjoint evaluates on coarse levels where they have smaller states or weights of their own
+    counted = ("evaluate", "step", "fas", "recompute") if adjoint else ("evaluate",)
+    return action.edges.number * action.work if action.edges is not None and action.kind in counted else 0
 
 
 def messages(actions: Sequence[Action]) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor
 from lpnet.config import MGRIT
 from lpnet.io import trace
 from lpnet.mgrit.binding import Problem
+from lpnet.mgrit.coarse import CoarseOperators
 from lpnet.mgrit.cycle import Cycle
 from lpnet.mgrit.hierarchy import Hierarchy, cut, direction
 from lpnet.mgrit.problems import AdjointProblem, StateProblem
@@ -98,11 +99,15 @@ class Propagator:
             if transfer is not None and len(forward.levels) > 1
         }
         self.spaces = [None if transfer is None else made.get(transfer) for transfer in transfers]
+        self.coarse = None
+        if mgrit.coarse != "injected" and isinstance(stack, LayerStack):
+            self.coarse = CoarseOperators(stack, mgrit.coarse, (forward, backward), self.workspace, shape, slots)
         tolerance = 1e-12 if stack.dtype == torch.float64 else 1e-5
 
         def solver(problem: type[Problem], levels: Hierarchy, settings: MGRIT) -> Solver:
             cycle = Cycle(levels, stack.partition, self.comm.rank, settings, batched, slots.block)
-            bound = problem(self.workspace, cycle, slots, self.comm, stack.h, self.spaces)
+            spaces = self.spaces if self.coarse is None else self.coarse.spaces[levels.adjoint]
+            bound = problem(self.workspace, cycle, slots, self.comm, stack.h, spaces)
             return Solver(bound, self.comm, batch=samples(shape), stop_relative=tolerance, grid=grid)
 
         def state_solver(levels: int) -> Solver:
@@ -161,6 +166,8 @@ class Propagator:
         A constant start broadcasts u0 (collective); a tolerance or a `reduction` reduces once per iteration.
         """
         self.stamp = self.stack.engine.refresh()
+        if self.coarse is not None and self._levels > 1:
+            self.coarse.refresh()
         self.workspace.begin(context or Context())
         self._is_linear = False
         for space in {id(space): space for space in self.spaces if space is not None}.values():

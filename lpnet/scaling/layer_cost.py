@@ -59,7 +59,7 @@ class LayerCost:
 
     def of(self, action: Action, *, adjoint: bool, overhead: float) -> float:
         """Seconds of a recorded action."""
-        number = action.edges.number if action.edges is not None else 1
+        number = action.edges.number * action.work if action.edges is not None else 1
         if action.kind == "evaluate":
             return self.evaluate * number
         if action.kind in ("step", "fas"):

@@ -114,3 +114,34 @@ def test_evaluation_sends_one_state_over_every_border(comm):
     (messages, size, reductions, broadcasts), _ = traffic_of(net, lambda: net.exact_logits(torch.tensor(vectors(1)[0])))
     assert messages == (not net.is_last) and size == messages * PAYLOAD
     assert reductions == broadcasts == 0
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize(("coarse", "work"), [("averaged", 1), ("half_steps", 2)])
+def test_evaluations_and_messages(comm, coarse, work):
+    """12 intervals of 4, 2 iterations: coarse steps share no evaluation with fine ones."""
+    case = Case(48, guess="zero", iterations=2, coarse=coarse)
+    net, (u0, lam) = make(case.dense(), comm, case.mgrit()), map(torch.tensor, vectors(2))
+    (messages, size, *_), (*_, report) = traffic_of(net, lambda: net.solve(u0))
+    (back, back_size, *_), (*_, adjoint) = traffic_of(net, lambda: net.solve_adjoint(lam))
+    # blocks begin at C-points: no coarse step crosses a border, and no weights travel
+    assert messages == (not net.is_last) * 5 and size == messages * PAYLOAD
+    assert back == (not net.is_first) * 7 and back_size == back * PAYLOAD
+    fine, rough = total(net, report.evaluations)
+    # K of the first values, then the new ones, which are K of the next iteration; at the start point once in all
+    assert (fine, rough) == (48 + 2 * 47, work * (12 + 2 * 11))
+    # every layer's fine sweep, old and new coarse values, and the coarse slopes once
+    assert total(net, adjoint.evaluations).tolist() == [48 * 3, work * (12 + 2 * 2 * 12)]
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("coarse", ["averaged", "half_steps"])
+def test_weights_cross_a_border_in_one_message(comm, coarse):
+    """One interval holds the layers of all ranks: shares of its weights go down in one message a border."""
+    case = Case(16, coarsening=16, guess="zero", coarse=coarse)
+    plain, net = (make(case.dense(), comm, case.mgrit(coarse=kind)) for kind in ("injected", coarse))
+    u0 = torch.tensor(vectors(1)[0])
+    (before, *_), _ = traffic_of(plain, lambda: plain.solve(u0))
+    (after, *_), _ = traffic_of(net, lambda: net.solve(u0))
+    middle = net.stack.low <= 8
+    assert after - before == (not net.is_first and (coarse == "averaged" or middle))

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import lpnet
+from lpnet.errors import UsageError
 from lpnet.mgrit import batching
 from lpnet.nn import kernels
 
@@ -125,3 +126,31 @@ def test_parts_of_a_batch_side_by_side_equal_the_batch(channels, batching, bias,
         patch.setattr(lpnet.nn.ConvStep, "fold", lambda self, batch: 1)
         plain = gradients((make, (8, 1, 6, 6)), "tanh", batching=batching)
     assert_same(folded, plain, 1e-12)
+
+
+@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.parametrize("coarse", ["averaged", "half_steps"])
+@pytest.mark.parametrize("kind", STEPS)
+def test_converged_gradients_are_those_of_exact_propagation(comm, kind, coarse):
+    """Over steps that change the weights: the coarse ones follow."""
+    settings = {"forward_iterations": None, "adjoint_iterations": None, "tolerance": 1e-13}
+    exact = gradients(kind, "tanh", comm, levels=1)
+    for choice in ("off", "on"):
+        assert_same(exact, gradients(kind, "tanh", comm, coarse=coarse, batching=choice, **settings), 1e-10)
+
+
+@pytest.mark.ranks(1, 3)
+@pytest.mark.parametrize("coarse", ["averaged", "half_steps"])
+@pytest.mark.parametrize("kind", STEPS)
+def test_fixed_iterations_do_not_depend_on_storage_or_batching(comm, kind, coarse):
+    one = gradients(kind, "smooth_relu", comm, coarse=coarse)
+    assert_same(one, gradients(kind, "smooth_relu", comm, coarse=coarse, batching="on"), 1e-12)
+    assert_same(one, gradients(kind, "smooth_relu", comm, coarse=coarse, storage="c_points"), 1e-12)
+
+
+def test_what_has_no_weights_to_average_is_refused():
+    stack = lpnet.LayerStack(lambda: torch.nn.Linear(6, 6), num_layers=8)
+    with pytest.raises(UsageError, match="mgrit.coarse is averaged, which is not for modules"):
+        lpnet.LayerParallel(stack, opening=torch.nn.Identity(), closing=Flat(6), mgrit=lpnet.MGRIT(coarse="averaged"))
+    with pytest.raises(ValueError, match="mgrit.coarse is averaged with mgrit.spatial average"):
+        lpnet.MGRIT(coarse="averaged", spatial="average")
