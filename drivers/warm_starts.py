@@ -1,12 +1,16 @@
-"""Starts of a solve and weights of C-relaxation, measured on a trained network: python drivers/warm_starts.py [STEPS]
+"""Starts of a solve, coarse operators and weights of C-relaxation, measured on a trained network.
+
+    python drivers/warm_starts.py [STEPS]
 
 A Peaks network of 32 layers is trained by exact gradients on batches of 100. Then every start meets a batch: `kept` has
 its states of one step ago, `class_mean` means of other batches, `coarse` and `zero` nothing. Prints cosine and relative
-error of the gradient, and the convergence factors with FCF-relaxation for weights of C-relaxation.
+error of the gradient; then the convergence factors of both solves, cosine, error and layer evaluations of both solves
+for coarse operators and weights of C-relaxation, with three iterations from the coarsest grid.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 from dataclasses import replace
 from typing import Any
@@ -74,15 +78,19 @@ def main() -> None:
         found = gradient(net, batches[4], batch=4 if guess == "kept" else None)
         check = Check.of(float(found @ found), float(found @ exact), float(exact @ exact))
         print(f"| {guess} | {k} | {check.cosine:.4f} | {check.error:.2e} |")
-    print("\n| relaxation | C-weight | rho forward | rho adjoint | cosine |\n|---|---|---|---|---|")
-    for relaxation, weight in (("F", 1.0), ("FCF", 0.7), ("FCF", 1.0), ("FCF", 1.3)):
-        net = made(
-            relaxation=relaxation, c_weight=weight, initial_guess="coarse", forward_iterations=3, adjoint_iterations=3
-        )
-        found = gradient(net, batches[4])
-        forward, adjoint = net.solve_reports(net.residual_squares())
-        check = Check.of(float(found @ found), float(found @ exact), float(exact @ exact))
-        print(f"| {relaxation} | {weight} | {forward.rho:.3f} | {adjoint.rho:.3f} | {check.cosine:.4f} |")
+    names = ["coarse", "relaxation", "C-weight", "rho forward", "rho adjoint", "cosine", "error", "evaluations"]
+    relaxations = (("F", 1.0), ("FCF", 0.7), ("FCF", 1.0), ("FCF", 1.3))
+    for levels in (2, 3):
+        print(f"\n{levels} levels\n\n| {' | '.join(names)} |\n|{'---|' * len(names)}")
+        for coarse, (relaxation, weight) in itertools.product(("injected", "averaged", "half_steps"), relaxations):
+            sweeps: dict[str, Any] = {"levels": levels, "coarse": coarse, "relaxation": relaxation, "c_weight": weight}
+            net = made(**sweeps, initial_guess="coarse", forward_iterations=3, adjoint_iterations=3)
+            found = gradient(net, batches[4])
+            forward, adjoint = net.solve_reports(net.residual_squares())
+            check = Check.of(float(found @ found), float(found @ exact), float(exact @ exact))
+            rates = f"{forward.rho:.3f} | {adjoint.rho:.3f} | {check.cosine:.4f} | {check.error:.2e}"
+            work = sum(forward.evaluations + adjoint.evaluations)
+            print(f"| {coarse} | {relaxation} | {weight} | {rates} | {work} |")
 
 
 if __name__ == "__main__":

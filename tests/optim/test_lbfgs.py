@@ -186,3 +186,106 @@ def test_a_starting_point_that_is_not_finite():
     problem.x.data[0] = float("nan")
     with pytest.raises(NumericsError, match="starting point"):
         LBFGS([Shard("stack.x", problem.x, (0, 8), 8)], problem, Comm(), Partition((0, 8))).start()
+
+
+class Tilted(Quadratic):
+    """The quadratic with an objective or gradients that are wrong by a known amount."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.raised, self.tilt, self.evaluations = 0.0, 0.0, 0
+
+    def evaluate(self) -> np.ndarray:
+        self.evaluations += 1
+        return super().evaluate() + (self.raised if self.evaluations > 1 else 0.0)
+
+    def gradient(self) -> np.ndarray:
+        riders = super().gradient()
+        self.x.grad += self.tilt * torch.tensor([1.0, -1.0] * 4, dtype=torch.float64)[:, None]
+        return riders
+
+    def optimizer(self, **options) -> LBFGS:
+        shard = Shard("stack.x", self.x, (0, 8), 8)
+        return LBFGS([shard], self, Comm(), Partition((0, 8)), lr=1e-3, trials=4, **options)
+
+
+@pytest.mark.parametrize(("error", "accepted"), [(0.0, False), (0.9, False), (1.1, True)])
+def test_a_step_may_raise_the_objective_by_twice_its_known_error(error, accepted):
+    problem = Tilted()
+    problem.raised = 400.0
+    lbfgs = problem.optimizer(noise=lambda: (error * needed / 2, 0.0))
+    start, slope = lbfgs.start().objective, -(lbfgs.grad_norm**2)
+    # the first trial's objective beyond what Armijo allows
+    x, g = problem.x.detach().clone(), problem.x.grad.clone()
+    trial = 0.5 * float((problem.weights * (x - 1e-3 * g - 1) ** 2).sum()) + problem.raised
+    needed = trial - (start + 1e-4 * 1e-3 * slope)
+    report = lbfgs.step()
+    assert (report.stop is None) == accepted and report.trials == (1 if accepted else 4)
+    assert torch.equal(problem.x, x) != accepted, "a failed search leaves the parameters as they were"
+
+
+@pytest.mark.parametrize(("share", "kept"), [(0.0, 1), (0.9, 1), (1.1, 0)])
+def test_a_pair_needs_more_curvature_than_errors_of_the_gradients_explain(share, kept):
+    problem = Tilted()
+    known = [0.0]
+    lbfgs = problem.optimizer(noise=lambda: (0.0, known[0]))
+    lbfgs.start()
+    before, g = lbfgs.grad_norm, problem.x.grad.clone()
+    s = -1e-3 * g
+    after = g + problem.weights * s
+    curvature = float((s * problem.weights * s).sum()) / float(s.norm())
+    known[0] = share * curvature / (before + float(after.norm()))
+    assert lbfgs.step().stop is None
+    assert lbfgs.pairs == kept
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_revised_gradient_replaces_the_wrong_one(restart):
+    """With a restart the pairs made of wrong gradients go; without, the pair is that of the revised gradient."""
+    problem, exact, asked = Tilted(), Quadratic(), []
+
+    def revise(at: Evaluation, square: float) -> tuple[Evaluation, bool] | None:
+        asked.append(square)
+        if len(asked) != 4:
+            return None
+        assert square == pytest.approx(float((problem.x.grad**2).sum()), rel=1e-12)
+        problem.tilt = 0.0
+        with torch.enable_grad():
+            problem.evaluate()
+            problem.gradient()
+        return Evaluation(at.objective, at.loss), restart
+
+    lbfgs = problem.optimizer(revise=revise)
+    lbfgs.start()
+    for step in range(3):
+        problem.tilt = 5.0 if step == 2 else 0.0
+        assert lbfgs.step().stop is None
+    assert len(asked) == 4 and lbfgs.pairs == (0 if restart else 3)
+    exact.x = problem.x.detach().clone().requires_grad_()
+    exact.evaluate()
+    exact.gradient()
+    assert lbfgs.grad_norm == pytest.approx(float(exact.x.grad.norm()), rel=1e-12)
+
+
+@pytest.mark.parametrize("helps", [True, False])
+def test_a_failed_search_goes_on_where_a_rescue_makes_the_objective_better(helps):
+    problem, calls = Tilted(), []
+
+    def rescue() -> bool:
+        calls.append(lbfgs.pairs)
+        if len(calls) == 1 and helps:
+            problem.raised = 0.0
+            return True
+        return False
+
+    lbfgs = problem.optimizer(rescue=rescue)
+    lbfgs.start()
+    assert lbfgs.step().stop is None and not calls, "no rescue is asked for while steps are found"
+    problem.raised = 1e6
+    x = problem.x.detach().clone()
+    report = lbfgs.step()
+    assert calls == [0], "asked once, after steepest descent, with an empty memory"
+    if helps:  # the start is evaluated anew, and the search from it succeeds
+        assert report.stop is None and report.step_size > 0 and lbfgs.evaluation.objective < 1e6 and lbfgs.pairs == 1
+    else:
+        assert "no decrease along steepest descent" in report.stop and torch.equal(problem.x, x)
