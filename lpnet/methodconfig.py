@@ -70,7 +70,8 @@ class MGRIT:
             forward_iterations and adjoint_iterations, or max_iterations without them. adaptive: more iterations, then
             fewer levels, then serial propagation where the gradient's cosine falls below min_cosine, and back again.
         check_every: steps between comparisons of the gradient with that of exact propagation; auto: as far apart as
-            keeps their cost below 3 % of the steps; 0: none.
+            keeps their cost below 3 % of the steps, on these ranks, or, where they change the run (control adaptive,
+            L-BFGS), on any number of ranks; 0: none.
         min_cosine: a gradient whose cosine with the exact one is below is wrong.
         reduction: of control residual.
         cache_mib: memory per rank in MiB for states kept per batch; null: as much as they take.

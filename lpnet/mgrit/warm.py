@@ -22,6 +22,7 @@ from lpnet.mgrit.programs import parts, solve_critical_path
 from lpnet.mgrit.propagator import Kept, Propagator, Start
 from lpnet.mgrit.solver import Solver, SolveReport
 from lpnet.nn.stack import LayerStack
+from lpnet.parallel.partition import uniform
 
 if TYPE_CHECKING:
     from lpnet.config import MGRIT
@@ -238,22 +239,24 @@ class WarmStarts:
         """Layer evaluations of exact propagation, forward and back. No communication."""
         return 2 * self.stack.num_layers
 
-    def planned_path(self, rung: Rung, *, beside: float = 1.0) -> float:
+    def planned_path(self, rung: Rung, *, beside: float = 1.0, alone: bool = False) -> float:
         """Layer evaluations of a warm step on the longest chain over all ranks. No communication.
 
         Args:
             rung: levels and iterations; a tolerance counts as six iterations.
             beside: cost of a further evaluation in a call that makes several.
+            alone: as if every layer had a rank of its own: the shortest there is, the same on any number of ranks.
         """
         total = 0.0
+        partition = uniform(self.stack.num_layers, self.stack.num_layers) if alone else self.partition
         for adjoint, iterations in ((False, rung.forward), (True, rung.adjoint)):
             levels, settings = direction(self.hierarchy, self.mgrit, adjoint)
             levels = cut(levels, rung.levels)
             coarse = settings.skip_first_down or settings.initial_guess == "coarse"
             last = "refresh_gradient" if adjoint else "refresh"
             names = parts(iterations or 6, coarse_start=coarse, levels=len(levels.levels), last=last)
-            batched = self.batched or (False,)
-            total += solve_critical_path(levels, settings, self.partition, names, batched, beside)
+            batched = (False,) if alone or not self.batched else self.batched
+            total += solve_critical_path(levels, settings, partition, names, batched, beside)
         return total
 
     def critical_path(self) -> int:

@@ -259,7 +259,7 @@ class LBFGSSteps(_WholeSteps):
             rescue=lambda: self.watch.rescue(),
             noise=lambda: self.watch.noise(),
         )
-        self.watch = Watch(net, self._objective)
+        self.watch = Watch(net, self._objective, steers=True)
         self.kind = "LBFGS"
         self._reports: tuple[SolveReport | None, SolveReport | None] = (None, None)
         self._watched: Watched | None = None

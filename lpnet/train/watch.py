@@ -3,6 +3,13 @@
 A comparison makes the gradient of the batch a second time, by exact propagation in the memory of the first; the scalar
 products of the two ride on the step's own reduction. Only an alarm, raised by numbers that this reduction brought,
 costs one more. Where nothing is compared a step does what it would do without this module.
+
+All numbers here are the same, bit for bit, on any number of ranks (data replicas aside, whose batches are added up in
+another order): residuals are sums over C-points in their order, products of gradients those of `lpnet.optim.rows`. Only
+when gradients are compared may depend on the ranks: `check_every: auto` bounds what comparisons cost beside a step, and
+a step is the shorter the more ranks there are. So where what is seen changes the run (control adaptive, and L-BFGS,
+whose line search and pairs allow for the errors) the step is taken to be as short as on the most ranks there can be;
+where it is only told, the step of these ranks counts, and the state in a checkpoint is of other steps than on others.
 """
 
 from __future__ import annotations
@@ -59,15 +66,17 @@ class Watch:
     Args:
         net: the network.
         objective: its forward and backward.
+        steers: whether the optimiser's decisions depend on `noise`.
     """
 
-    def __init__(self, net: LayerParallel, objective: Objective) -> None:
+    def __init__(self, net: LayerParallel, objective: Objective, *, steers: bool = False) -> None:
         self._net, self._objective = net, objective
         mgrit = net.mgrit
         levels = len(net.hierarchy.levels)
         self.on = levels > 1
         base = Rung(levels, mgrit.forward_iterations, mgrit.adjoint_iterations)
-        step = net.planned_path(base, beside=SIDE_BY_SIDE) if self.on else 1.0
+        alone = steers or mgrit.control == "adaptive"
+        step = net.planned_path(base, beside=SIDE_BY_SIDE, alone=alone) if self.on else 1.0
         every = spacing(mgrit.check_every, check=net.exact_path(), step=step) if self.on else 0
         self.controller = Controller(mgrit, levels, every)
         self._buffers = list(net.buffers())

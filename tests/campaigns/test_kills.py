@@ -34,7 +34,7 @@ seed: 3
 method: mgrit
 model: {{layers: 12, width: 24, activation: tanh, opening: dense}}
 data: {{name: peaks, train_samples: 120, validation_samples: 50, batch_size: 40}}
-mgrit: {{levels: 2, coarsening: 2, forward_iterations: 2, adjoint_iterations: 1}}
+mgrit: {{levels: 2, coarsening: 2, forward_iterations: 2, adjoint_iterations: 1, check_every: 5}}
 optim: {{name: adam, lr: 0.01, clip_norm: 1.0}}
 run: {{steps: {STEPS}, eval_every: 7, checkpoint_every: {EVERY}, plots: false}}
 """
@@ -176,9 +176,10 @@ def test_campaign(number: int, launch: Launch, tmp_path: Path, uninterrupted: Wh
         folder = tmp_path / f"left-{left}"
         folder.mkdir()
         last, made = one_round(launch, config, folder, left, rng, table)
-        # residuals, which a controller counts, are summed over other ranks than those of the uninterrupted run
         found = differences(last, uninterrupted(launch, config))
-        assert [name for name in found if name != "optim/control/state"] == []
+        # check_every auto: what changes no run is compared at other steps on other numbers of ranks
+        told = "lbfgs" not in config.read_text() and "check_every" not in config.read_text()
+        assert [name for name in found if not told or name != "optim/control/state"] == []
         table[-1] += ": bitwise the same"
         left -= made
 

@@ -259,3 +259,24 @@ def test_a_restart_goes_on_as_the_uninterrupted_run(trained, tmp_path):
             runs.append([(r.loss, r.watched and (r.watched.rung, r.watched.rejected)) for r in reports])
         assert [loss for loss, _ in runs[0]] == [loss for loss, _ in runs[1]]
         assert runs[0][1:] == runs[1][1:]  # L-BFGS: what is known of the first gradient is in the run before
+
+
+# numbers of ranks
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("control", ["fixed", "residual", "adaptive"])
+@pytest.mark.parametrize("optimiser", ["adam", "lbfgs"])
+def test_what_is_seen_and_done_is_the_same_on_any_number_of_ranks(comm, control, optimiser):
+    """Bit for bit; with check_every auto the steps that are compared as well, where they change the run."""
+    auto = replace(WARM, control=control, check_every="auto")
+    config = config_of(replace(auto, check_every=2), optimiser)
+    found = []
+    for ranks in (comm, None):
+        every = made(config_of(auto, optimiser), ranks)[2].watch.every
+        net, samples, strategy = made(config, ranks)
+        losses = [strategy.step(samples, 0).loss for _ in range(5)]
+        found.append((losses, strategy.watch.controller.numbers(), every))
+    (one, two), steers = found, optimiser == "lbfgs" or control == "adaptive"
+    assert one[:2] == two[:2] and strategy.watch.controller.state.compared > 1
+    assert (one[2] == two[2]) == steers
