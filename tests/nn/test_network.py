@@ -227,6 +227,7 @@ def test_bad_input_is_refused():
         lpnet.LayerParallel(stack(DenseStep(2), 2, 0))
     for settings, text in (({"batching": "on"}, "batching is on; intervals of a network of several stacks differ"),
                            ({"initial_guess": "constant"}, "initial_guess constant"),
+                           ({"coarse": "averaged"}, "coarse is averaged, which is not for a network of several"),
                            ({"storage": "c_points"}, "storage c_points")):  # fmt: skip
         network = lpnet.Network([torch.nn.Identity(), linear(3, 3), torch.nn.Identity()])
         with pytest.raises(UsageError, match=text):

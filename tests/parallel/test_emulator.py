@@ -28,6 +28,8 @@ CASES = {
     "three levels, FCF": (Case(23, 3, (4, 2), relaxation="FCF"), {}),
     "c-points": (Case(14, iterations=2), {"storage": "c_points"}),
     "tolerance": (Case(23, coarsening=2), {"forward_iterations": None, "adjoint_iterations": None, "tolerance": 1e-6}),
+    "averaged": (Case(23, 3, (5, 2), coarse="averaged"), {}),
+    "half steps": (Case(14, iterations=2, coarse="half_steps"), {}),
     "one level": (Case(9, 1), {}),
 }
 
