@@ -34,7 +34,7 @@ CONFIG = Config(
     method="mgrit",
     model=ModelConfig(layers=64, width=256, init_scale=0.1),
     data=DataConfig(train_samples=200, validation_samples=50),
-    mgrit=MGRIT(coarsening=8, forward_iterations=2, adjoint_iterations=1, batching="on"),
+    mgrit=MGRIT(coarsening=8, forward_iterations=2, adjoint_iterations=1, batching="on", check_every=0),
     optim=OptimConfig(name="adam", lr=1e-4),
 )
 
