@@ -67,7 +67,8 @@ def intervals(mpi: Any, runs: int, folder: Path) -> tuple[dict[str, list[float]]
 
     sides = {"none": side(None), **{mode: side(saver) for mode, saver in savers.items()}}
     seconds = alternate(sides, runs=runs, comm=mpi, warm=1)
-    size = next((folder / "off").glob("*.h5")).stat().st_size
+    # one rank looks, before any rank goes on to remove the folder
+    size = comm.broadcast_object(max(f.stat().st_size for f in folder.rglob("*.h5")) if comm.rank == 0 else 0)
     for saver in savers.values():
         saver.close()
     comm.free()
