@@ -62,8 +62,8 @@ def best_cut(dtype: torch.dtype) -> tuple[list[str], int, float]:
     cut = blocks[2].cuts[0]
     near = [name for name in blocks[2].names[cut - 1 : cut + 1] if name.startswith("block")]
     tried = [blocks, *(found([f"{name}.{layer}"]) for name in near for layer in ("conv1", "conv2"))]
-    slowest, split, made = min(tried, key=lambda entry: entry[0])
-    return split, made.cuts[0], blocks[2].serial / slowest
+    _, split, made = min(tried, key=lambda entry: entry[0])
+    return split, made.cuts[0], made.speedup
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
