@@ -53,7 +53,7 @@ class Problem:
         self.arrived = [workspace.rows(len(part.points) + 1 if level else 0) for level, part in enumerate(levels)]
         self.old = [workspace.rows(len(part.edges) if level else 0) for level, part in enumerate(levels)]
         comes = [part.next_point if self.adjoint else (part.points or (None,))[0] for part in levels]
-        self.incoming = [None if point is None else self._border(point) for point in comes]
+        self.incoming = [None if point is None else self._arrival(point) for point in comes]
         self.outgoing = [None if part.next_point is None else self._border(part.next_point) for part in levels]
         self.squares: list[np.ndarray] = []  # squared residuals at this rank's C-points, per refresh
         self._differences: Tensor | None = None
@@ -71,6 +71,10 @@ class Problem:
     def _border(self, point: int) -> Tensor:
         """A buffer for the state of a point."""
         return self.workspace.fitted(self.workspace.rows(1)[0], point)
+
+    def _arrival(self, point: int) -> Tensor:
+        """Where the state of a point arrives from another rank."""
+        return self._border(point)
 
     def _new(self, level: int, points: Sequence[int]) -> Tensor:
         """What the sweep before has brought to points of a coarse level."""

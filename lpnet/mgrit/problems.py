@@ -13,11 +13,9 @@ from torch import Tensor
 
 from lpnet.mgrit.binding import HALO, Problem, copier
 from lpnet.mgrit.coarse import CoarseWorkspace
-from lpnet.mgrit.cycle import Action, Cycle
-from lpnet.mgrit.slots import Slots, index_of
-from lpnet.nn.spatial import SpatialWorkspace
-from lpnet.nn.steps import Op, Workspace
-from lpnet.parallel.comm import Comm
+from lpnet.mgrit.cycle import Action
+from lpnet.mgrit.slots import index_of
+from lpnet.nn.steps import Op
 
 
 class StateProblem(Problem):
@@ -78,20 +76,9 @@ class AdjointProblem(Problem):
     Linearised at the states of a StateProblem in the same workspace.
     """
 
-    def __init__(
-        self,
-        workspace: Workspace,
-        cycle: Cycle,
-        slots: Slots,
-        comm: Comm,
-        h: float,
-        spaces: Sequence[SpatialWorkspace | CoarseWorkspace | None] = (),
-    ) -> None:
-        super().__init__(workspace, cycle, slots, comm, h, spaces)
-        # a value from the right rank lies behind the own points where it is the next fine point: it can join a batch
-        for level, part in enumerate(cycle.levels):
-            if part.next_point is not None and part.next_point == self.high:
-                self.incoming[level] = workspace.adjoint(self.slot[self.high])
+    def _arrival(self, point: int) -> Tensor:
+        """The next fine point lies behind the own points, where it can join a batch."""
+        return self.value(point) if point == self.high else self._border(point)
 
     def _evaluate(self, action: Action) -> list[Op]:
         """Values that the forward does not keep, as slopes."""

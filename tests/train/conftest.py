@@ -31,3 +31,13 @@ def run_train() -> Callable[..., int]:
                 mine.free()
 
     return run
+
+
+@pytest.fixture
+def config(request: pytest.FixtureRequest, shared_tmp_path: Path, comm: Any) -> Path:
+    """The module's CONFIG as a file that all ranks see; a module with another one has a fixture of its own."""
+    path = shared_tmp_path / "config.yaml"
+    if comm.rank == 0:
+        path.write_text(request.module.CONFIG)
+    comm.barrier()
+    return path

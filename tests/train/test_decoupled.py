@@ -22,15 +22,6 @@ run: {steps: 12, eval_every: 4, checkpoint_every: 6, keep: 4}
 """
 
 
-@pytest.fixture
-def config(shared_tmp_path, comm) -> Path:
-    path = shared_tmp_path / "config.yaml"
-    if comm.rank == 0:
-        path.write_text(CONFIG)
-    comm.barrier()
-    return path
-
-
 def contents(path: Path) -> dict[str, torch.Tensor]:
     with Checkpoint.open(path) as checkpoint:
         return {name: checkpoint.read(name) for name in checkpoint.names()}

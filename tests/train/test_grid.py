@@ -37,15 +37,6 @@ CASES = {  # flags of the grid, flags of both, ranks of the other run
 }  # fmt: skip
 
 
-@pytest.fixture
-def config(shared_tmp_path, comm) -> Path:
-    path = shared_tmp_path / "config.yaml"
-    if comm.rank == 0:
-        path.write_text(CONFIG)
-    comm.barrier()
-    return path
-
-
 def contents(folder: Path, step: int = 8, sections=("model", "optim")) -> dict[str, torch.Tensor]:
     with Checkpoint.open(folder / "checkpoints" / f"step-{step:08d}.h5") as checkpoint:
         return {name: checkpoint.read(name) for section in sections for name in checkpoint.names(section)}

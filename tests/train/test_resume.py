@@ -31,15 +31,6 @@ run: {steps: 10, eval_every: 2, checkpoint_every: 5, keep: 3}
 """
 
 
-@pytest.fixture
-def config(shared_tmp_path, comm) -> Path:
-    path = shared_tmp_path / "config.yaml"
-    if comm.rank == 0:
-        path.write_text(CONFIG)
-    comm.barrier()
-    return path
-
-
 def contents(path: Path) -> dict[str, torch.Tensor]:
     with Checkpoint.open(path) as checkpoint:
         return {name: checkpoint.read(name) for name in checkpoint.names()}

@@ -26,15 +26,6 @@ run: {steps: 12, eval_every: 4, checkpoint_every: 2, keep: 10}
 MODES = ["off", "thread", "step"]
 
 
-@pytest.fixture
-def config(shared_tmp_path, comm) -> Path:
-    path = shared_tmp_path / "config.yaml"
-    if comm.rank == 0:
-        path.write_text(CONFIG)
-    comm.barrier()
-    return path
-
-
 def steps_in(out: Path) -> list[int]:
     return sorted(int(path.name[5:13]) for path in out.glob("checkpoints/step-*.h5"))
 

@@ -30,15 +30,6 @@ STAGED = ["--train.stages", "[3, 6, 12]", "--train.stage_steps", "[4, 5]"]
 LBFGS = ["--optim.name", "lbfgs", "--optim.lr", 1.0, "--data.batch_size", "null", "--optim.memory", 3]
 
 
-@pytest.fixture
-def config(shared_tmp_path, comm) -> Path:
-    path = shared_tmp_path / "config.yaml"
-    if comm.rank == 0:
-        path.write_text(CONFIG)
-    comm.barrier()
-    return path
-
-
 def file_of(folder: Path, step: int) -> Path:
     return folder / "checkpoints" / f"step-{step:08d}.h5"
 

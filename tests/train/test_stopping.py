@@ -28,15 +28,6 @@ LAST = "checkpoints/step-00000012.h5"
 
 
 @pytest.fixture
-def config(shared_tmp_path, comm) -> Path:
-    path = shared_tmp_path / "config.yaml"
-    if comm.rank == 0:
-        path.write_text(CONFIG)
-    comm.barrier()
-    return path
-
-
-@pytest.fixture
 def listening():
     signals.install()
     yield

@@ -31,15 +31,6 @@ run: {steps: 4, eval_every: 2, checkpoint_every: 0}
 WITH_LBFGS = CONFIG.replace("name: adam, lr: 0.01", "name: lbfgs, lr: 1.0")  # starts 2 s sooner than torch.optim
 
 
-@pytest.fixture
-def config(shared_tmp_path, comm) -> Path:
-    path = shared_tmp_path / "config.yaml"
-    if comm.rank == 0:
-        path.write_text(CONFIG)
-    comm.barrier()
-    return path
-
-
 def parameters(folder: Path, step: int) -> dict[str, torch.Tensor]:
     with Checkpoint.open(folder / "checkpoints" / f"step-{step:08d}.h5") as checkpoint:
         return {name: checkpoint.read(name) for name in checkpoint.names("model") + checkpoint.names("optim")}

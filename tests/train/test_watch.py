@@ -71,7 +71,7 @@ def true_cosines(net, samples, strategy, steps):
 
 @pytest.fixture(scope="module")
 def trained():
-    """Parameters at which cold solves of two iterations give wrong gradients: 60 exact steps."""
+    """Parameters at which cold solves of two iterations give wrong gradients: 60 exact steps, on each rank alone."""
     net, samples, strategy = made(config_of(MGRIT(levels=1)))
     for _ in range(60):
         strategy.step(samples, 0)
@@ -133,28 +133,19 @@ def test_cold_starts_fail_visibly_with_fixed_and_not_with_adaptive(trained, capl
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_decisions_are_the_same_on_all_ranks_and_any_number_of_them(comm, trained_on_ranks):
+def test_decisions_are_the_same_on_all_ranks_and_any_number_of_them(comm, trained):
     net, samples, strategy = made(config_of(replace(COLD, control="adaptive"), lr=0.002), comm)
-    start_at(net, [rows[net.stack.low : net.stack.high] if r else rows for r, rows in local(net, trained_on_ranks)])
+    start_at(net, [rows[net.stack.low : net.stack.high] if r else rows for r, rows in local(net, trained)])
     watched = [strategy.step(samples, 0).watched for _ in range(8)]
     seen = [(w.rung, w.cosine, w.rejected) for w in watched]
     assert all(other == seen for other in net.comm.all_gather_objects(seen))
     if comm.rank == 0:
         one, samples, strategy = made(config_of(replace(COLD, control="adaptive"), lr=0.002))
-        start_at(one, trained_on_ranks)
+        start_at(one, trained)
         alone = [strategy.step(samples, 0).watched for _ in range(8)]
         assert [w.rung for w in alone] == [w.rung for w in watched]
         assert [w.cosine for w in alone] == pytest.approx([w.cosine for w in watched], abs=1e-9)
     net.comm.free()
-
-
-@pytest.fixture(scope="module")
-def trained_on_ranks():
-    """The same numbers on every rank, found on each alone."""
-    net, samples, strategy = made(config_of(MGRIT(levels=1)))
-    for _ in range(60):
-        strategy.step(samples, 0)
-    return [shard.tensor.detach().clone() for shard in net.shards()]
 
 
 def local(net, whole):
