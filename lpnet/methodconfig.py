@@ -41,6 +41,8 @@ class MGRIT:
         coarse: weights of a coarse step of s layers: injected (of its first layer, which costs least: the value of the
             fine step is used again) | averaged (mean of all s layers) | half_steps (two steps of s/2, with the first
             and the middle layer: two evaluations). For dense and convolutional layers.
+        coarse_messages: what travels between ranks on coarse levels: own (numbers as they are) | float32 | bfloat16
+            (corrections, rounded to fewer bits; an exact guess stays a fixed point).
         cycle: V, or F (a V-cycle follows on every level on the way up).
         forward_iterations: iterations of every forward solve; null iterates to the tolerance.
         adjoint_iterations: the same for the adjoint solve.
@@ -86,6 +88,7 @@ class MGRIT:
     relaxation: str | list[str] = "F"
     c_weight: float | list[float] = 1.0
     coarse: Literal["injected", "averaged", "half_steps"] = "injected"
+    coarse_messages: Literal["own", "float32", "bfloat16"] = "own"
     cycle: Literal["V", "F"] = "V"
     forward_iterations: int | None = None
     adjoint_iterations: int | None = None

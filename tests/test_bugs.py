@@ -223,3 +223,89 @@ def test_checkpoints_before_every_module_has_updated(comm, case, shared_tmp_path
         if comm.rank == 0:
             for file in ("checkpoints/step-00000005.h5", last):
                 assert differences(whole / file, again / file) == []
+
+
+def test_replicas_choose_alike_what_their_part_of_a_batch_was_measured_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`batching: auto` was measured on the whole batch, and each replica decided by its own times."""
+    import numpy as np
+
+    from lpnet.config import MGRIT as Settings
+    from lpnet.config import Config, DataConfig, ModelConfig, ParallelConfig
+    from lpnet.data.batches import BatchOrder
+    from lpnet.data.samples import load
+    from lpnet.mgrit import batching
+    from lpnet.nn.models import DTYPES
+    from lpnet.parallel.comm import Comm
+    from lpnet.parallel.emulator import emulate
+    from lpnet.train.build import build
+
+    shapes = []
+    config = Config(
+        method="mgrit",
+        model=ModelConfig(layers=8, width=4),
+        data=DataConfig(train_samples=20, validation_samples=10),
+        mgrit=Settings(batching="auto"),
+        parallel=ParallelConfig(replicas=2),
+    )
+
+    def seconds(stack: Any, hierarchy: Any, mgrit: Any, shape: Any, *, runs: int) -> np.ndarray:
+        shapes.append(tuple(shape))
+        return np.array([[2.0], [1.0 if len(shapes) == 1 else 4.0]])  # the replicas do not agree
+
+    monkeypatch.setattr(batching, "sweep_seconds", seconds)
+
+    def program(comm: Comm) -> list[str]:
+        data = load(config.data, 0, DTYPES["float32"])
+        _, _, resolved = build(config, data, BatchOrder(20, None, 0, "fixed"), comm)
+        return resolved.mgrit.batching
+
+    assert emulate(program, ranks=2).results == [["off"], ["off"]]
+    assert shapes == [(10, 4)] * 2
+
+
+def test_the_planner_measures_convolutions() -> None:
+    """Their gradients are made block by block; the measurement asked for all at once, and nothing could be planned."""
+    import os
+
+    from lpnet.config import Config, DataConfig, ModelConfig
+    from lpnet.scaling.layer_cost import measure
+
+    if "LPNET_DATA" not in os.environ:
+        pytest.skip("needs LPNET_DATA")
+    config = Config(
+        method="mgrit",
+        model=ModelConfig(name="conv", layers=16, width=4, opening="replicate"),
+        data=DataConfig(name="mnist", root=f"{os.environ['LPNET_DATA']}/mnist", train_samples=10, validation_samples=10),
+    )
+    cost = measure(config).at_batch
+    assert cost.payload == 4 * 28 * 28 * 10 * 4
+    assert min(cost.evaluate, cost.advance, cost.pull, cost.gradient, cost.copy) > 0
+
+
+def test_modules_of_one_emulated_rank_are_metered_one_by_one() -> None:
+    """The work of all modules ended at one line: the clock took the median of long and short pieces for each."""
+    from lpnet.fdg.member import drive
+    from lpnet.parallel.emulator import emulate
+
+    class Half:
+        def __init__(self, module: int) -> None:
+            self.module, self.mailbox = module, self
+
+        def ready(self, stream: str) -> bool:
+            return True
+
+    def work() -> Any:
+        yield Need("message", "activation")
+
+    from lpnet.fdg.member import Need
+
+    words: list[Any] = []
+    drive([Half(1), Half(2)], [work(), work()], clock=lambda word: float(words.append(word) or 0))
+    assert [word for word in words if word != "before"] == [(1, 1), (2, 1), (1, 2), (2, 2)]
+
+    def program(comm: Any) -> int:
+        for word in ("short", "long", "short"):
+            comm.now(word)
+        return sum(word in key[2] for key in comm.world.costs._samples for word in ("short", "long"))
+
+    assert emulate(program, ranks=1).results == [3]  # what came before each of them differs too

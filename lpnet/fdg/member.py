@@ -8,7 +8,7 @@ message is there).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -261,10 +261,19 @@ class Member:
             yield from self.post("closing", Message(sums=self.sums))
 
 
+def _real_seconds(_: Hashable) -> float:
+    return time.perf_counter()
+
+
 def drive(
-    members: Sequence[Member], works: Sequence[Work], *, clock: Callable[[], float] = time.perf_counter
+    members: Sequence[Member], works: Sequence[Work], *, clock: Callable[[Hashable], float] = _real_seconds
 ) -> list[float]:
     """Run the work of all modules of this process to its end, each as far as its messages allow.
+
+    Args:
+        members: the modules.
+        works: of each.
+        clock: seconds, from a word for the work up to then.
 
     Returns:
         Seconds that each module's work took, waiting for other ranks included.
@@ -274,15 +283,17 @@ def drive(
     """
     seconds = [0.0] * len(works)
     if len(works) == 1:  # a rank of its own: `take` and `post` wait
-        began = clock()
+        began = clock("before")
         for _ in works[0]:
             pass
-        return [clock() - began]
+        return [clock("work") - began]
+    parts = [0] * len(works)
 
     def resume(place: int, work: Work) -> Need | None:
-        began = clock()
+        began = clock("before")
         need = next(work, None)
-        seconds[place] += clock() - began
+        parts[place] += 1
+        seconds[place] += clock((members[place].module, parts[place])) - began
         return need
 
     left = [(place, members[place], work, resume(place, work)) for place, work in enumerate(works)]

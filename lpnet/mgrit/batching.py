@@ -22,6 +22,7 @@ from lpnet.mgrit.hierarchy import Hierarchy, direction
 from lpnet.mgrit.problems import AdjointProblem, StateProblem
 from lpnet.mgrit.slots import all_points, side_by_side_if_alike
 from lpnet.nn.stack import LayerStack
+from lpnet.parallel.comm import Comm
 
 LOCAL = ("evaluate", "step")
 
@@ -39,16 +40,29 @@ def as_setting(choice: Sequence[bool], mgrit: MGRIT) -> MGRIT:
 
 
 def measure(
-    stack: LayerStack, hierarchy: Hierarchy, mgrit: MGRIT, shape: Sequence[Any], *, runs: int = 3
+    stack: LayerStack, hierarchy: Hierarchy, mgrit: MGRIT, shape: Sequence[Any], world: Comm, *, runs: int = 3
 ) -> tuple[bool, ...]:
-    """Time both ways on every level but the coarsest. Collective over stack.comm, one reduction.
+    """Time both ways on every level but the coarsest. Collective over world, one reduction.
 
     Args:
         stack: the layers.
+        world: all ranks that decide together: those of every data replica.
         hierarchy: forward levels.
         mgrit: settings.
         shape: of a state, (batch, ...).
         runs: sweeps timed; the fastest counts.
+    """
+    total = world.sum(sweep_seconds(stack, hierarchy, mgrit, shape, runs=runs))
+    return tuple(bool(beside < alone) for alone, beside in total.T) or (False,)
+
+
+def sweep_seconds(
+    stack: LayerStack, hierarchy: Hierarchy, mgrit: MGRIT, shape: Sequence[Any], *, runs: int = 3
+) -> np.ndarray:
+    """Seconds of this rank's sweeps: (2, levels without the coarsest), one by one and side by side. No communication.
+
+    Args:
+        stack, hierarchy, mgrit, shape, runs: as for `measure`.
     """
     stack.engine.refresh()
     levels = len(hierarchy.levels) - 1
@@ -68,8 +82,7 @@ def measure(
                 actions, cycle.actions = [a for a in cycle.actions if a.kind in LOCAL], []
                 ops = problem.bind([a._replace(plain=True) for a in actions])
                 seconds[int(batched), level] += min(_time(ops) for _ in range(runs))
-    total = stack.comm.sum(seconds)
-    return tuple(bool(total[1, level] < total[0, level]) for level in range(levels)) or (False,)
+    return seconds
 
 
 def _time(ops: Sequence[object]) -> float:

@@ -19,6 +19,7 @@ from torch import Tensor
 from lpnet.mgrit.coarse import CoarseWorkspace
 from lpnet.mgrit.cycle import Action, Cycle
 from lpnet.mgrit.hierarchy import per_level
+from lpnet.mgrit.short import DTYPES, Short
 from lpnet.mgrit.slots import Slots, index_of
 from lpnet.nn.kernels import Op, uses_numpy
 from lpnet.nn.spatial import SpatialWorkspace
@@ -55,6 +56,8 @@ class Problem:
         comes = [part.next_point if self.adjoint else (part.points or (None,))[0] for part in levels]
         self.incoming = [None if point is None else self._arrival(point) for point in comes]
         self.outgoing = [None if part.next_point is None else self._border(part.next_point) for part in levels]
+        dtype = DTYPES[cycle.mgrit.coarse_messages]
+        self.short = Short(dtype) if dtype is not None and dtype.itemsize < self.arrived[0].element_size() else None
         self.squares: list[np.ndarray] = []  # squared residuals at this rank's C-points, per refresh
         self._differences: Tensor | None = None
         self._receiving: dict[tuple[str, int], Any] = {}
@@ -195,8 +198,13 @@ class Problem:
 
     # messages
 
+    def _shortened(self, action: Action) -> Short | None:
+        """The short buffers of a message; None where it travels as it is."""
+        return self.short if action.level > 0 and not action.plain else None
+
     def _post(self, action: Action) -> Op:
-        buffer, key = self._receive_buffer(action), ("", action.level)
+        buffer, key, short = self._receive_buffer(action), ("", action.level), self._shortened(action)
+        buffer = buffer if short is None else short.buffer("in", action.level, buffer)
         source = self._neighbour(action.level, back=True)
         return self._poster(buffer, key, source, self._tag + action.level)
 
@@ -208,20 +216,22 @@ class Problem:
 
         return run
 
-    def _wait(self, action: Action) -> Op:
-        return self._waiter(("", action.level))
+    def _wait(self, action: Action) -> list[Op]:
+        short, arrived = self._shortened(action), self._waiter(("", action.level))
+        return [arrived] if short is None else [arrived, self._unpack(short, action)]
 
     def _waiter(self, key: tuple[str, int]) -> Op:
         receiving = self._receiving
         return lambda: receiving.pop(key).Wait()
 
-    def _send(self, action: Action) -> Op:
-        return self._sender(
-            self._send_buffer(action),
-            (action.sink, action.level),
-            self._neighbour(action.level, back=False),
-            self._tag + action.level,
-        )
+    def _send(self, action: Action) -> list[Op]:
+        buffer, key, short = self._send_buffer(action), (action.sink, action.level), self._shortened(action)
+        ops: list[Op] = []
+        if short is not None:
+            ops = [self._free_send(key), self._pack(short, action)]
+            buffer = short.buffer(self._use(action), action.level, buffer)
+        dest = self._neighbour(action.level, back=False)
+        return [*ops, self._sender(buffer, key, dest, self._tag + action.level)]
 
     def _sender(self, buffer: Tensor, key: tuple[str, int], dest: int, tag: int) -> Op:
         sending, comm = self._sending, self.comm
@@ -258,6 +268,18 @@ class Problem:
         raise NotImplementedError
 
     def _send_buffer(self, action: Action) -> Tensor:
+        raise NotImplementedError
+
+    def _use(self, action: Action) -> str:
+        """Name of the short buffer of a message to be sent."""
+        return "out" if self.adjoint else action.sink
+
+    def _pack(self, short: Short, action: Action) -> Op:
+        """Shorten what is about to be sent."""
+        raise NotImplementedError
+
+    def _unpack(self, short: Short, action: Action) -> Op:
+        """Widen what has arrived."""
         raise NotImplementedError
 
 

@@ -202,7 +202,7 @@ class Cycle:
         first_is_c = part.points[0] in self.hierarchy.c_points(level)
         receives = part.left is not None and wanted(first_is_c) and (from_point is None or part.points[0] > from_point)
         if receives:
-            self._add("post", level)
+            self._add("post", level, plain=plain)
         chunks = self._chunks(level, part.segments)
         for chunk in reversed(chunks):
             head = chunk[0]
@@ -211,9 +211,9 @@ class Cycle:
             if not head.below_is_c and part.left is not None:
                 continue
             self._run(level, chunk, into_c, plain)
-            self._send_forward(level, part, chunk[-1], wanted)
+            self._send_forward(level, part, chunk[-1], wanted, plain)
         if receives:
-            self._add("wait", level)
+            self._add("wait", level, plain=plain)
             self._add("land", level, sink="next" if first_is_c else "point", plain=plain)
             if not first_is_c:
                 self._stale(part.points[:1])
@@ -224,33 +224,35 @@ class Cycle:
             and (from_point is None or part.segments[0].above > from_point)
         ):
             self._run(level, chunks[0], into_c, plain)
-            self._send_forward(level, part, part.segments[0], wanted)
+            self._send_forward(level, part, part.segments[0], wanted, plain)
 
-    def _send_forward(self, level: int, part: LocalLevel, segment: Segment, wanted: Callable[[bool], bool]) -> None:
+    def _send_forward(
+        self, level: int, part: LocalLevel, segment: Segment, wanted: Callable[[bool], bool], plain: bool
+    ) -> None:
         if part.right is not None and segment is part.segments[-1] and wanted(segment.above_is_c):
-            self._add("send", level, sink="next" if segment.above_is_c else "out")
+            self._add("send", level, sink="next" if segment.above_is_c else "out", plain=plain)
 
     def _relax_adjoint(self, level: int, part: LocalLevel, into_c: bool, plain: bool, gradient: bool) -> None:
         first_is_c = part.points[0] in self.hierarchy.c_points(level)
         recompute = level == 0 and self.mgrit.storage == "c_points" and self.coarsest > 0
         receives = part.right is not None
         if receives:
-            self._add("post", level)
+            self._add("post", level, plain=plain)
         if part.left is not None and first_is_c:
-            self._add("send", level)
+            self._add("send", level, plain=plain)
         chunks = self._chunks(level, part.segments)
         waited = False
         for chunk in chunks:
             if receives and chunk[-1] is part.segments[-1]:
-                self._add("wait", level)
+                self._add("wait", level, plain=plain)
                 waited = True
             if recompute:
                 self._add("recompute", 0, Edges(chunk[0].layers[0], 1, len(chunk[0].layers)))
             self._run(level, chunk, into_c, plain, gradient=gradient)
             if part.left is not None and not first_is_c and chunk[0] is part.segments[0]:
-                self._add("send", level)
+                self._add("send", level, plain=plain)
         if receives and not waited:
-            self._add("wait", level)
+            self._add("wait", level, plain=plain)
 
     def _run(self, level: int, chunk: list[Segment], into_c: bool, plain: bool, *, gradient: bool = False) -> None:
         """Walk the edges of one segment, or of equal segments side by side; make gradients block by block."""

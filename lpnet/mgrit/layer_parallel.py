@@ -265,7 +265,7 @@ class LayerParallel(WarmStarts, DirectSolves, Replicated, torch.nn.Module):
 
     def choose_batching(self, shape: parts.StateShape) -> tuple[bool, ...]:
         """Per level, whether intervals are relaxed side by side. With `mgrit.batching: auto` the first call measures
-        (collective over comm, one reduction); the choice is written to `self.mgrit` and never changes again.
+        (collective over all replicas, one reduction); the choice is written to `self.mgrit` and never changes again.
 
         Args:
             shape: of a state, (batch, ...).
@@ -273,7 +273,10 @@ class LayerParallel(WarmStarts, DirectSolves, Replicated, torch.nn.Module):
         if self.batched is None:
             stack = self.stack  # modules run one by one in any case
             alone = isinstance(stack, Network) or isinstance(stack.step, ModuleStep)
-            self.batched = (False,) if alone else measure(cast(LayerStack, stack), self.hierarchy, self.mgrit, shape)
+            if alone:
+                self.batched = (False,)
+            else:
+                self.batched = measure(cast(LayerStack, stack), self.hierarchy, self.mgrit, shape, self.world)
             self.mgrit = as_setting(self.batched, self.mgrit)
         return self.batched
 

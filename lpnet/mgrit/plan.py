@@ -95,10 +95,17 @@ def plan_text(config: Config, ranks: int, *, batch: int | None = None) -> str:
         lines.append(f"spatial coarsening ({mgrit.spatial}): levels 1 to {len(hierarchy.levels) - 1} by {factors}")
     if mgrit.coarse != "injected" and len(hierarchy.levels) > 1:
         lines.append(f"coarse steps: {mgrit.coarse} weights")
+    if mgrit.coarse_messages != "own" and len(hierarchy.levels) > 1:
+        lines.append(f"messages of coarse levels: {message_bytes(config)} bytes per number")
     if mgrit.initial_guess == "kept" and len(hierarchy.levels) > 1:
         lines.append(warm_text(config, hierarchy, partition, samples))
     lines += ["", memory_text(config, partition, samples)]
     return "\n".join(lines)
+
+
+def message_bytes(config: Config) -> int:
+    """Bytes of a number that travels on a coarse level. No communication."""
+    return {"own": BYTES[config.model.dtype], "float32": 4, "bfloat16": 2}[config.mgrit.coarse_messages]
 
 
 def memory_bytes(config: Config, partition: Partition, samples: int) -> tuple[int, int]:

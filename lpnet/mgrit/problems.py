@@ -14,6 +14,7 @@ from torch import Tensor
 from lpnet.mgrit.binding import HALO, Problem, copier
 from lpnet.mgrit.coarse import CoarseWorkspace
 from lpnet.mgrit.cycle import Action
+from lpnet.mgrit.short import Short
 from lpnet.mgrit.slots import index_of
 from lpnet.nn.steps import Op
 
@@ -68,6 +69,12 @@ class StateProblem(Problem):
         out = self.outgoing[action.level]
         assert out is not None
         return out
+
+    def _pack(self, short: Short, action: Action) -> Op:
+        return short.pack(self._use(action), action.level, self._send_buffer(action))
+
+    def _unpack(self, short: Short, action: Action) -> Op:
+        return short.unpack("in", action.level, self._receive_buffer(action))
 
 
 class AdjointProblem(Problem):
@@ -189,21 +196,26 @@ class AdjointProblem(Problem):
     def _send_buffer(self, action: Action) -> Tensor:
         return self.value(self.cycle.levels[action.level].points[0])
 
+    def _pack(self, short: Short, action: Action) -> Op:
+        return short.pack_change(action.level, self._send_buffer(action))
+
+    def _unpack(self, short: Short, action: Action) -> Op:
+        return short.unpack_change(action.level, self._receive_buffer(action))
+
     def _halo_post(self, action: Action) -> Op:
-        return self._poster(
-            self._receive_buffer(action),
-            ("halo", action.level),
-            self._neighbour(action.level, back=True),
-            self._tag + HALO + action.level,
-        )
+        level, buffer = action.level, self._receive_buffer(action)
+        buffer = buffer if self.short is None else self.short.buffer("old in", level, buffer)
+        return self._poster(buffer, ("halo", level), self._neighbour(level, back=True), self._tag + HALO + level)
 
-    def _halo_wait(self, action: Action) -> Op:
-        return self._waiter(("halo", action.level))
+    def _halo_wait(self, action: Action) -> list[Op]:
+        arrived = self._waiter(("halo", action.level))
+        if self.short is None:
+            return [arrived]
+        return [arrived, self.short.unpack("old in", action.level, self._receive_buffer(action))]
 
-    def _halo_send(self, action: Action) -> Op:
-        return self._sender(
-            self._send_buffer(action),
-            ("halo", action.level),
-            self._neighbour(action.level, back=False),
-            self._tag + HALO + action.level,
-        )
+    def _halo_send(self, action: Action) -> list[Op]:
+        level, buffer, key, ops = action.level, self._send_buffer(action), ("halo", action.level), list[Op]()
+        if self.short is not None:
+            ops = [self._free_send(key), *self.short.pack_old(level, buffer)]
+            buffer = self.short.buffer("old out", level, buffer)
+        return [*ops, self._sender(buffer, key, self._neighbour(level, back=False), self._tag + HALO + level)]

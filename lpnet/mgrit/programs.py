@@ -89,14 +89,14 @@ def critical_path(programs: Sequence[Sequence[Action]], cycles: Sequence[Cycle],
         number = _cost(action, adjoint)
         return number if beside == 1 or number < 2 else 1 + (number - 1) * beside
 
-    return int(max(simulate(programs, cycles, cost, lambda source, dest: 0.0)))
+    return int(max(simulate(programs, cycles, cost, lambda source, dest, level: 0.0)))
 
 
 def simulate(
     programs: Sequence[Sequence[Action]],
     cycles: Sequence[Cycle],
     cost: Callable[[Action], float],
-    flight: Callable[[int, int], float],
+    flight: Callable[[int, int, int], float],
 ) -> list[float]:
     """When every rank is done with its actions: an event simulation.
 
@@ -104,7 +104,7 @@ def simulate(
         programs: actions per rank.
         cycles: the recorders per rank, for levels and neighbours.
         cost: seconds of an action; of sending and posting too.
-        flight: seconds of a message from rank to rank.
+        flight: seconds of a message from rank to rank on a level.
     """
     adjoint = cycles[0].hierarchy.adjoint
     clocks = [0.0] * len(programs)
@@ -122,7 +122,8 @@ def simulate(
                     to = part.left if adjoint else part.right
                     assert to is not None
                     clocks[rank] += cost(action)
-                    sent.setdefault((rank, to, action.level, action.kind), []).append(clocks[rank] + flight(rank, to))
+                    arrival = clocks[rank] + flight(rank, to, action.level)
+                    sent.setdefault((rank, to, action.level, action.kind), []).append(arrival)
                 elif action.kind in ("wait", "halo_wait"):
                     source = part.right if adjoint else part.left
                     assert source is not None

@@ -84,6 +84,7 @@ class Solver:
         self._fresh: frozenset[int] = frozenset()
         self._known: dict[frozenset[int], frozenset[int]] = {self._fresh: self._fresh}
         self._ran: list[Program] = []
+        self._paths: dict[tuple[str, ...], int] = {}
         self._seconds: dict[str, float] = {}
         self._converged: bool | None = None
         self._first: float | None = None  # residual before the first iteration
@@ -216,7 +217,11 @@ class Solver:
     def path(self) -> int:
         """Layer evaluations of the latest solve on the longest chain over all ranks. No communication."""
         names = tuple(program.name for program in self._ran)
-        return solve_critical_path(self.cycle.hierarchy, self.mgrit, self.cycle.partition, names, self.cycle.batched)
+        if names not in self._paths:
+            cycle = self.cycle
+            path = solve_critical_path(cycle.hierarchy, self.mgrit, cycle.partition, names, cycle.batched)
+            self._paths[names] = path
+        return self._paths[names]
 
     def report(self, summed: np.ndarray, batch: int | None = None) -> SolveReport:
         """The report, from `pending` summed over the ranks, for a batch of so many samples. No communication."""

@@ -154,9 +154,8 @@ class WarmStarts:
                 points = self._c_points(kind)
                 blocks = [self.partition.owner(min(p, self.stack.num_layers - 1)) for p in points]
                 self._most[kind] = max((blocks.count(rank) for rank in range(self.partition.ranks)), default=0)
-        rows = flight.propagator.workspace.rows(1)
-        size = rows.to(self._cache.dtype or rows.dtype).element_size()
-        return float(sum(self._most.values()) * rows.numel() * size)
+        none = flight.propagator.workspace.rows(0)
+        return float(sum(self._most.values()) * none.shape[1:].numel() * (self._cache.dtype or none.dtype).itemsize)
 
     # class means
 

@@ -75,7 +75,8 @@ class RowSum:
             block = partition.block(partition.owner(block[0]))
         nodes = [node for low, high in blocks for node in subtrees(low, high)]
         self._nodes = {node: index for index, node in enumerate(nodes)}
-        self._mine, self._layers = subtrees(*block), partition.layers
+        self._mine = subtrees(*block)
+        self._root, self._additions = self._plan(partition.layers)
         self._first, self._high = block
         self.length = len(nodes) + len(self._groups)
 
@@ -106,18 +107,40 @@ class RowSum:
 
     def total(self, summed: np.ndarray) -> np.ndarray:
         """The totals (sums,) of a packed array (sums, length) that was summed over the ranks. No communication."""
-        total = self._subtree(summed, 0, 1 << (self._layers - 1).bit_length()).copy()
-        for index in range(len(self._nodes), self.length):
+        nodes = len(self._nodes)
+        values = np.empty((len(summed), nodes + sum(len(left) for left, _ in self._additions)))
+        values[:, :nodes] = summed[:, :nodes]
+        at = nodes
+        for left, right in self._additions:
+            values[:, at : at + len(left)] = values[:, left] + values[:, right]
+            at += len(left)
+        total = values[:, self._root].copy()
+        for index in range(nodes, self.length):
             total += summed[:, index]
         return total
 
-    def _subtree(self, summed: np.ndarray, first: int, size: int) -> np.ndarray:
-        index = self._nodes.get((first, size))
-        if index is not None:
-            return summed[:, index]
-        left = self._subtree(summed, first, size // 2)
-        middle = first + size // 2
-        return left + self._subtree(summed, middle, size // 2) if middle < self._layers else left
+    def _plan(self, layers: int) -> tuple[int, list[tuple[np.ndarray, np.ndarray]]]:
+        """Where the root is, and the pairs of nodes to be added, the smallest subtrees first: a sum follows the nodes
+        in the order of the pairs."""
+        places, additions, at = dict(self._nodes), [], len(self._nodes)
+        size = 1
+        while size < layers:
+            pairs = []
+            for first in range(0, layers, 2 * size):
+                left, right = places.get((first, size)), places.get((first + size, size))
+                if left is None:
+                    continue  # below a node that a rank adds up
+                if first + size >= layers:
+                    places[first, 2 * size] = left
+                elif right is not None:
+                    places[first, 2 * size] = at
+                    pairs.append((left, right))
+                    at += 1
+            if pairs:
+                left_side, right_side = np.array(pairs).T
+                additions.append((left_side, right_side))
+            size *= 2
+        return places[0, size], additions
 
 
 def _global_rows(shard: Shard, starts: Mapping[str, int]) -> tuple[int, int] | None:

@@ -95,8 +95,13 @@ class Comm:
 
     # time: real here, virtual where ranks are emulated
 
-    def now(self) -> float:
-        """Seconds of this rank's clock. No communication."""
+    def now(self, work: Hashable = None) -> float:
+        """Seconds of this rank's clock. No communication.
+
+        Args:
+            work: a word for what this rank has done since it last asked or talked, where one place in the code ends
+                work of several kinds; only emulated ranks ask.
+        """
         return time.perf_counter()
 
     def restart_clocks(self) -> None:

@@ -31,8 +31,8 @@ class NetworkModel:
         inter_latency_s: seconds of an empty message between nodes.
         inter_bandwidth: bytes per second between nodes.
         send_overhead_s: processor seconds per message at the sender, and again at the receiver.
-        cache_bytes: cache that a rank has to itself, its share of a shared one included. A rank that computes on no
-            more than that finds it in its cache; 0: never.
+        cache_bytes: cache that a rank has to itself, its share of a shared one included. A rank finds in it what it
+            used last; 0: nothing.
     """
 
     name: str = "custom"

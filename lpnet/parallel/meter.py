@@ -13,7 +13,9 @@ from bisect import insort
 from collections.abc import Callable, Hashable, Sequence
 from typing import Literal
 
-from lpnet.parallel.warmth import Resident, operands, touch
+import numpy as np
+
+from lpnet.parallel.warmth import Cache, operands, touch
 
 Compute = Literal["median", "cpu", "none"]
 MOST = 129  # samples per key; the median moves no more after that many
@@ -24,7 +26,7 @@ class Costs:
 
     Args:
         compute: median of the key so far | cpu: the raw time | none: work takes no time, only messages do.
-        cache: bytes of cache that a rank has to itself; what it computes on is warm where all of it fits.
+        cache: bytes of cache that a rank has to itself; what it used last is warm.
     """
 
     def __init__(self, compute: Compute = "median", cache: float = 0.0) -> None:
@@ -59,7 +61,7 @@ class Meter:
 
     def __init__(self, costs: Costs, place: Hashable) -> None:
         self.costs, self.place = costs, place
-        self._resident = Resident(costs.cache)
+        self._cache = Cache(costs.cache)
         self.now = 0.0
         self._last: Hashable = "start"
         self._position = 0
@@ -82,6 +84,10 @@ class Meter:
     def exclude(self, nanoseconds: int) -> None:
         """Time since the latest event that is no work of the rank: copying of messages."""
         self._mark += nanoseconds
+
+    def arrived(self, array: np.ndarray) -> None:
+        """A message has been put into an array."""
+        self._cache.lose(array)
 
     def position(self) -> int:
         """How many sums have been started one after another: what lies between two of them differs."""
@@ -107,13 +113,13 @@ class Meter:
             ops: what is done.
             warm: False: on something that has just come from elsewhere.
         """
-        arrays = operands(ops) if self.costs.cache else []
-        self._resident.add(arrays)
+        used = self._cache.operands(operands(ops)) if self.costs.cache else []
 
         def run() -> None:
             self.pause(key)
-            if warm and self._resident.is_warm():
-                touch(arrays)
+            held = self._cache.use(used)
+            if warm:
+                touch(held)
             began = time.thread_time_ns()
             for op in ops:
                 op()

@@ -47,6 +47,7 @@ class Receive:
                 f"message has {data.size}"
             )
         self._buffer[: data.size] = data
+        self._comm.meter.arrived(self._buffer)
         self._arrival = arrival
 
     def Wait(self) -> None:  # noqa: N802

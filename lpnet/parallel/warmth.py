@@ -1,7 +1,8 @@
 """Caches of emulated ranks: what a rank computes on is read once more before its work is timed, where it would be warm.
 
 All ranks' states pass through the caches of one processor, so that every rank finds its own gone when its turn comes;
-on a processor of its own a small working set stays in the cache from one turn to the next. No communication.
+on a processor of its own it would find what it used last. What that is, a model tells: a cache of a given size from
+which the blocks leave that have not been used for longest. No communication.
 """
 
 from __future__ import annotations
@@ -14,40 +15,48 @@ import numpy as np
 import torch
 
 LINE = 64  # bytes of a cache line
+BLOCKS = 256  # in the cache of the model
+
+Operand = tuple[np.ndarray, range]
+"""An array and the blocks of memory that it lies in."""
 
 
-class Resident:
-    """The memory that one rank computes on.
+class Cache:
+    """The cache of one rank; least recently used blocks leave it.
 
     Args:
-        cache: bytes of cache that a rank has to itself; 0: nothing is ever warm.
+        size: bytes that the rank has to itself; 0: nothing is ever warm.
     """
 
-    def __init__(self, cache: float) -> None:
-        self._cache = cache
-        self._spans: list[tuple[int, int]] = []
+    def __init__(self, size: float) -> None:
+        self._block = max(int(size) // BLOCKS, LINE)
+        self._most = int(size) // self._block
+        self._blocks: dict[int, None] = {}  # the one used last comes last
 
-    @property
-    def size(self) -> int:
-        """Bytes that the rank computes on."""
-        return sum(high - low for low, high in self._spans)
+    def operands(self, arrays: Iterable[np.ndarray]) -> list[Operand]:
+        """Arrays with their blocks, worked out once."""
+        spans = [(array, _span(array)) for array in arrays]
+        return [(array, range(low // self._block, -(-high // self._block))) for array, (low, high) in spans]
 
-    def add(self, arrays: Iterable[np.ndarray]) -> None:
-        """The rank computes on these too."""
-        if not self._cache:
-            return
-        spans = sorted([*self._spans, *map(_span, arrays)])
-        merged: list[tuple[int, int]] = []
-        for low, high in spans:
-            if merged and low <= merged[-1][1]:
-                merged[-1] = (merged[-1][0], max(high, merged[-1][1]))
-            else:
-                merged.append((low, high))
-        self._spans = merged
+    def use(self, operands: Sequence[Operand]) -> list[np.ndarray]:
+        """The rank computes on these now: those that the cache holds as a whole."""
+        held, warm = self._blocks, []
+        for array, blocks in operands:
+            if len(blocks) <= self._most and all(block in held for block in blocks):
+                warm.append(array)
+            for block in blocks:
+                held.pop(block, None)
+                held[block] = None
+            while len(held) > self._most:
+                del held[next(iter(held))]
+        return warm
 
-    def is_warm(self) -> bool:
-        """Whether all of it fits into the cache."""
-        return 0 < self.size <= self._cache
+    def lose(self, array: np.ndarray) -> None:
+        """Something has arrived in an array from elsewhere: it is not warm."""
+        if self._most:
+            for _, blocks in self.operands([array]):
+                for block in blocks:
+                    self._blocks.pop(block, None)
 
 
 def _span(array: np.ndarray) -> tuple[int, int]:

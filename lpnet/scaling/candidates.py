@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from lpnet.config import MGRIT, RESNETS, Config, ParallelConfig
 from lpnet.errors import UsageError
@@ -17,16 +18,19 @@ from lpnet.fdg.cuts import UnitCost
 from lpnet.fdg.cuts import plan as cut_plan
 from lpnet.fdg.schedule import Schedule
 from lpnet.mgrit.hierarchy import build, direction
-from lpnet.mgrit.plan import memory_bytes, partition_of
+from lpnet.mgrit.plan import BYTES, memory_bytes, message_bytes, partition_of
 from lpnet.mgrit.programs import parts, record, simulate
 from lpnet.parallel.interconnect import NetworkModel
 from lpnet.parallel.partition import uniform
-from lpnet.scaling.layer_cost import Costs, program_cycles
+from lpnet.scaling.layer_cost import Costs, LayerCost, program_cycles
 
 FACTORS = (2, 4, 8, 16, 32)
 SIMULATED = 6  # grids per number of replicas
+SIMULATED_IN_MODULES = 2  # and per number of modules too
 MODULES = (2, 3, 4, 6, 8)  # of decoupled training: more of them make gradients ever older
 PARTS = (0.5, 1, 2, 4, 8)  # of a batch in a pipeline, per rank
+
+Batching = Literal["on", "off"]
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ class Plan:
     Args:
         config: the run.
         ranks: of which how many are used.
-        family: serial | data | pipeline | mgrit | fdg.
+        family: serial | data | pipeline | mgrit | fdg | fdg x mgrit.
         model_seconds: of a step, predicted from costs.
         emulated_seconds: of a step, by emulation; None where it was not among the best.
         gradient_error: relative; 0 for an exact method, None where it was not measured.
@@ -62,9 +66,13 @@ class Plan:
         """Method, replicas and grids."""
         m, replicas = self.config.mgrit, self.config.parallel.replicas
         words = [self.family]
+        grids = m.coarsening if isinstance(m.coarsening, list) else [m.coarsening] * (m.levels - 1)
+        levels = f"{m.levels} levels, coarsening {'-'.join(map(str, grids))}, relaxation {m.relaxation}"
+        levels += ", side by side" if m.batching != "off" else ""
         if self.family == "mgrit":
-            grids = m.coarsening if isinstance(m.coarsening, list) else [m.coarsening] * (m.levels - 1)
-            words[0] += f" {m.levels} levels, coarsening {'-'.join(map(str, grids))}, relaxation {m.relaxation}"
+            words[0] += f" {levels}"
+        elif self.family == "fdg x mgrit":
+            words = [f"mgrit {levels}", f"fdg of {self.config.parallel.modules} modules"]
         elif self.family == "pipeline":
             count = self.config.fdg.microbatches if self.config.method == "pipeline" else m.microbatches
             words[0] += f" of {count} parts"
@@ -103,7 +111,7 @@ def every(config: Config, ranks: int, found: Measured) -> list[Plan]:
     stack = config.model.name not in RESNETS
     made = [*_exact(config, ranks, found), *(_stack_modules if stack else _unit_modules)(config, ranks, found)]
     if stack:
-        made += list(_multigrid(config, ranks, found))
+        made += [*_multigrid(config, ranks, found), *_multigrid_modules(config, ranks, found)]
     return sorted(made, key=lambda plan: plan.model_seconds)
 
 
@@ -133,27 +141,28 @@ def multigrid(config: Config, ranks: int, replicas: int, found: Measured) -> Pla
     samples = math.ceil(found.samples / replicas)
     cost, network = found.costs.at(samples), found.network
     seconds = cost.gradient * math.ceil(layers / local)
-    hierarchy = build(layers, config.mgrit)
-    for adjoint, iterations in (
-        (False, config.mgrit.forward_iterations or 2),
-        (True, config.mgrit.adjoint_iterations or 1),
-    ):
-        levels, _ = direction(hierarchy, config.mgrit, adjoint)
-        cycles = program_cycles(levels, config, local)
-        names = parts(iterations, coarse_start=False, levels=len(levels.levels))
-        programs = [[action for name in names for action in record(cycle, name)] for cycle in cycles]
-        seconds += max(
-            simulate(
-                programs,
-                cycles,
-                lambda action, adjoint=adjoint: cost.of(  # type: ignore[misc]
-                    action, adjoint=adjoint, overhead=network.send_overhead_s
-                ),
-                lambda source, dest: network.flight(source, dest, cost.payload),
-            )
-        )
+    seconds += sum(_solve_seconds(config, local, adjoint, cost, network) for adjoint in (False, True))
     seconds += network.collective(range(ranks), 1024) + _average(config, replicas, local, network)
     return Plan(config, ranks, "mgrit", seconds, memory=sum(memory_bytes(config, partition, samples)))
+
+
+def _solve_seconds(config: Config, ranks: int, adjoint: bool, cost: LayerCost, network: NetworkModel) -> float:
+    """Seconds of a solve of one direction by some ranks: an event simulation of its recorded cycle."""
+    iterations = (config.mgrit.adjoint_iterations or 1) if adjoint else (config.mgrit.forward_iterations or 2)
+    payloads = (cost.payload, cost.payload * message_bytes(config) // BYTES[config.model.dtype])
+    levels, _ = direction(build(config.model.layers, config.mgrit), config.mgrit, adjoint)
+    cycles = program_cycles(levels, config, ranks)
+    # a start from the coarsest grid takes the place of an iteration
+    started = config.mgrit.initial_guess == "coarse"
+    names = parts(iterations, coarse_start=started, levels=len(levels.levels))
+    programs = [[action for name in names for action in record(cycle, name)] for cycle in cycles]
+    done = simulate(
+        programs,
+        cycles,
+        lambda action: cost.of(action, adjoint=adjoint, overhead=network.send_overhead_s),
+        lambda source, dest, level: network.flight(source, dest, payloads[min(level, 1)]),
+    )
+    return max(done)
 
 
 def grids(layers: int) -> list[tuple[int, ...]]:
@@ -163,14 +172,30 @@ def grids(layers: int) -> list[tuple[int, ...]]:
 
 
 def _multigrid(config: Config, ranks: int, found: Measured) -> Iterator[Plan]:
+    assert found.costs is not None
     for replicas in _replicas(ranks, found.samples):
         local = ranks // replicas
         if not 1 < local <= config.model.layers:
             continue
-        chosen = sorted(grids(config.model.layers), key=lambda c: _evaluations(config.model.layers, local, c))
-        for grid in chosen[:SIMULATED]:
-            mgrit = replace(config.mgrit, levels=len(grid) + 1, coarsening=list(grid), microbatches=1, adjoint={})
-            yield multigrid(replace(config, mgrit=mgrit), ranks, replicas, found)
+        beside = found.costs.at(math.ceil(found.samples / replicas)).beside
+        for grid, batching in _likely(config.model.layers, local, beside)[:SIMULATED]:
+            yield multigrid(replace(config, mgrit=_on(config.mgrit, grid, batching)), ranks, replicas, found)
+
+
+def _likely(layers: int, ranks: int, beside: float) -> list[tuple[tuple[int, ...], Batching]]:
+    """Grids, their intervals one by one or side by side where a rank has several, the shortest chains first."""
+    found = [(_evaluations(layers, ranks, grid), grid, False) for grid in grids(layers)]
+    if beside < 1:
+        several = [grid for grid in grids(layers) if layers // ranks >= 2 * grid[0]]
+        found += [(_evaluations(layers, ranks, grid, beside), grid, True) for grid in several]
+    return [(grid, "on" if together else "off") for _, grid, together in sorted(found)]
+
+
+def _on(mgrit: MGRIT, grid: Sequence[int], batching: Batching) -> MGRIT:
+    """Settings on other grids."""
+    return replace(
+        mgrit, levels=len(grid) + 1, coarsening=list(grid), batching=batching, microbatches=1, adjoint={}
+    )
 
 
 def _exact(config: Config, ranks: int, found: Measured) -> Iterator[Plan]:
@@ -227,6 +252,29 @@ def _stack_modules(config: Config, ranks: int, found: Measured) -> Iterator[Plan
         yield Plan(run, ranks, "fdg", seconds, memory=memory + 2 * modules * cost.payload)
 
 
+def _multigrid_modules(config: Config, ranks: int, found: Measured) -> Iterator[Plan]:
+    """Decoupled modules of a stack, each solved by multigrid on several ranks, with replicas; all solves start cold,
+    and a module goes forward again before every backward."""
+    assert found.costs is not None
+    for modules, replicas in itertools.product(MODULES, _replicas(ranks, found.samples)):
+        local, layers = ranks // (modules * replicas), config.model.layers // modules
+        if ranks % (modules * replicas) or not 1 < local <= layers:
+            continue
+        samples = math.ceil(found.samples / replicas)
+        cost, network = found.costs.at(samples), found.network
+        parallel = replace(_parallel(config, replicas), modules=modules, layers=local)
+        fdg = replace(config.fdg, modules=None, cuts="uniform", backward="recompute")
+        for grid, batching in _likely(layers, local, cost.beside)[:SIMULATED_IN_MODULES]:
+            mgrit = replace(_on(config.mgrit, grid, batching), initial_guess="coarse")
+            part = replace(config, mgrit=mgrit, model=replace(config.model, layers=layers))
+            seconds = cost.gradient * math.ceil(layers / local)
+            seconds += sum(_solve_seconds(part, local, adjoint, cost, network) for adjoint in (False, False, True))
+            seconds += _average(config, replicas, modules * local, network)
+            run = replace(config, method="fdg", fdg=fdg, mgrit=mgrit, parallel=parallel)
+            memory = sum(memory_bytes(part, uniform(layers, local), samples)) + 2 * modules * cost.payload
+            yield Plan(run, ranks, "fdg x mgrit", seconds, memory=memory)
+
+
 def _unit_modules(config: Config, ranks: int, found: Measured) -> Iterator[Plan]:
     """Decoupled modules of a network of units, one rank each, with replicas."""
     for modules in range(2, min(ranks, len(found.units)) + 1):
@@ -274,12 +322,13 @@ def _unit_memory(found: Measured, modules: int) -> int:
     return max(module.peak() + module.weights for module in plan.modules)
 
 
-def _evaluations(layers: int, ranks: int, grid: Sequence[int]) -> float:
+def _evaluations(layers: int, ranks: int, grid: Sequence[int], beside: float = 1.0) -> float:
     """Layer evaluations one after another of an iteration, roughly: three sweeps of the finest level, two of the
-    others, the coarsest one in a row; an interval is never shared."""
+    others, the coarsest one in a row; an interval is never shared. `beside`: what a further one of the same call costs.
+    """
     total, local, points = 0.0, layers / ranks, float(layers)
     for level, c in enumerate(grid):
         sweeps = 3 if level == 0 else 2
-        total += sweeps * max(local, c)
+        total += sweeps * c * (1 + (max(local / c, 1.0) - 1) * beside)
         local, points = local / c, points / c
     return total + 2 * points

@@ -19,7 +19,10 @@ from lpnet.mgrit.plan import partition_of
 from lpnet.parallel.grid_shape import grid_of, layered_modules
 from lpnet.parallel.interconnect import NetworkModel, named
 
-MGRIT_KEYS = ("levels", "coarsening", "relaxation", "forward_iterations", "adjoint_iterations", "batching")
+MGRIT_KEYS = (
+    *("levels", "coarsening", "relaxation", "forward_iterations", "adjoint_iterations", "batching"),
+    *("coarse", "coarse_messages"),
+)
 FDG_KEYS = ("schedule", "shrink", "backward")
 GRID = ("ranks", "replicas", "modules", "layers", "layers_per_rank", "method", "microbatches", *MGRIT_KEYS, *FDG_KEYS)
 METHODS = ("serial", "mgrit", "pipeline", "data", "fdg")

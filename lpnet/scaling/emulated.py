@@ -11,38 +11,45 @@ from lpnet.errors import UsageError
 from lpnet.parallel.comm import Comm
 from lpnet.parallel.emulator import emulate
 from lpnet.parallel.interconnect import NetworkModel, named
+from lpnet.parallel.world import Faults
+from lpnet.scaling.faults import read_faults
 from lpnet.scaling.profile import Profile, profile
 from lpnet.train.trainer import check, train
 
-OPTIONS = ("emulate", "network", "networks")
+OPTIONS = ("emulate", "network", "networks", "faults")
 """Flags of an emulated command."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What --emulate, --network and --networks ask for.
+    """What --emulate, --network, --networks and --faults ask for.
 
     Args:
         ranks: rank counts, one emulation each.
         network: costs of messages.
+        faults: what goes wrong on purpose; None: nothing.
     """
 
     ranks: tuple[int, ...]
     network: NetworkModel
+    faults: Faults | None = None
 
 
 def requested(options: Mapping[str, str], *, started_ranks: int = 1) -> Request:
     """The emulation that the flags ask for. No communication.
 
     Raises:
-        UsageError: no --emulate, not a list of rank counts, an unknown network, or a job of several ranks already.
+        UsageError: no --emulate, not a list of rank counts, an unknown network, faults of another form, or a job of
+            several ranks already.
     """
     if "emulate" not in options:
         extra = next(name for name in OPTIONS if name in options)
         raise UsageError(f"--{extra} needs --emulate P[,P...]")
     if started_ranks > 1:
         raise UsageError(f"--emulate runs in one process, and there are {started_ranks} ranks; start it without mpirun")
-    return Request(rank_list(options["emulate"]), named(options.get("network", "infiniband"), options.get("networks")))
+    ranks = rank_list(options["emulate"])
+    faults = read_faults(options["faults"], ranks) if "faults" in options else None
+    return Request(ranks, named(options.get("network", "infiniband"), options.get("networks")), faults)
 
 
 def rank_list(text: str) -> tuple[int, ...]:
@@ -71,7 +78,7 @@ def bench(config: Config, request: Request, *, steps: int) -> list[Profile]:
             found = profile(config, comm, steps=steps)
             return found if comm.rank == 0 else None
 
-        done = emulate(program, ranks=ranks, network=request.network)
+        done = emulate(program, ranks=ranks, network=request.network, faults=request.faults)
         assert done.results[0] is not None
         profiles.append(replace(done.results[0], predicted=done.describe()))
     return profiles
@@ -93,7 +100,12 @@ def train_emulated(config: Config, request: Request) -> int:
         mine = config
         if len(request.ranks) > 1:
             mine = replace(config, run=replace(config.run, out=str(Path(config.run.out or "") / f"ranks-{ranks}")))
-        done = emulate(lambda comm, mine=mine: train(mine, comm), ranks=ranks, network=request.network)  # type: ignore[misc]
+        done = emulate(
+            lambda comm, mine=mine: train(mine, comm),  # type: ignore[misc]
+            ranks=ranks,
+            network=request.network,
+            faults=request.faults,
+        )
         print(f"{max(done.seconds):.3f} s, {done.describe()}")
         codes += done.results
     return max(codes)

@@ -13,20 +13,25 @@ from statistics import median
 
 import torch
 
-from lpnet.config import Config
+from lpnet.config import MGRIT, Config
 from lpnet.data.batches import BatchOrder
 from lpnet.data.samples import Data, load
 from lpnet.fdg.cuts import UnitCost
 from lpnet.fdg.cuts import measure as time_units
+from lpnet.mgrit.batching import fixed_choice, sweep_seconds
 from lpnet.mgrit.cycle import Action, Cycle, Edges
-from lpnet.mgrit.hierarchy import Hierarchy
+from lpnet.mgrit.hierarchy import Hierarchy, build
+from lpnet.mgrit.layer_parallel import LayerParallel
 from lpnet.mgrit.network import build_network
 from lpnet.mgrit.problems import AdjointProblem, StateProblem
 from lpnet.mgrit.propagator import Propagator
 from lpnet.nn.models import DTYPES
+from lpnet.nn.module_step import ModuleStep
+from lpnet.nn.stack import LayerStack
 from lpnet.train.decoupled import sample_layout, units
 
 LAYERS = 16  # of the network that is measured
+SIDE_BY_SIDE = 4  # intervals of it
 RUNS = 7
 
 
@@ -42,6 +47,7 @@ class LayerCost:
         gradient: parameters' gradient.
         copy: of a state; what relaxation and residuals cost.
         payload: bytes of a state.
+        beside: what a further layer costs in a call that does several side by side, relative to the first.
     """
 
     samples: int
@@ -51,6 +57,7 @@ class LayerCost:
     gradient: float
     copy: float
     payload: int
+    beside: float = 1.0
 
     @property
     def step(self) -> float:
@@ -59,7 +66,8 @@ class LayerCost:
 
     def of(self, action: Action, *, adjoint: bool, overhead: float) -> float:
         """Seconds of a recorded action."""
-        number = action.edges.number * action.work if action.edges is not None else 1
+        alike = action.edges.number if action.edges is not None else 1
+        number = (1 + (alike - 1) * self.beside) * action.work
         if action.kind == "evaluate":
             return self.evaluate * number
         if action.kind in ("step", "fas"):
@@ -105,7 +113,11 @@ class Costs:
             return floor + slope * samples
 
         costs = {key: between(key) for key in ("evaluate", "advance", "pull", "gradient", "copy")}
-        return LayerCost(samples, **costs, payload=full.payload * samples // full.samples)
+        beside = full.beside
+        if low is not None and low.samples < full.samples:
+            part = min(max((samples - low.samples) / (full.samples - low.samples), 0.0), 1.0)
+            beside = low.beside + part * (full.beside - low.beside)
+        return LayerCost(samples, **costs, payload=full.payload * samples // full.samples, beside=beside)
 
     @property
     def half_batch(self) -> float:
@@ -162,15 +174,29 @@ def _at(config: Config, data: Data, samples: int) -> LayerCost:
     assert isinstance(state, StateProblem) and isinstance(adjoint, AdjointProblem)
     layers = range(LAYERS - 1)  # the last one brings the end of the network with it
     rows = propagator.workspace.rows(2)
+    if propagator.slots.block:  # made block by block on the way back
+        gradients = [op for i in range(LAYERS) for op in adjoint.bind([Action("gradient", 0, Edges(i, 1))])]
+    else:
+        gradients = adjoint.all_gradients()
     return LayerCost(
         samples,
         _time([op for i in layers for op in state.bind([Action("evaluate", 0, Edges(i, 1))])]) / len(layers),
         _time([op for i in layers for op in state.bind([Action("step", 0, Edges(i, 1))])]) / len(layers),
         _time([op for i in layers for op in adjoint.bind([Action("step", 0, Edges(i, 1))])]) / len(layers),
-        _time(adjoint.all_gradients()) / LAYERS,
+        _time(gradients) / LAYERS,
         _time([lambda: rows[0].copy_(rows[1])]),
         rows[0].numel() * rows.element_size(),
+        _beside(net, tuple(u0.shape)),
     )
+
+
+def _beside(net: LayerParallel, shape: tuple[int, ...]) -> float:
+    """What a further interval costs beside another one, of four."""
+    if not isinstance(net.stack, LayerStack) or isinstance(net.stack.step, ModuleStep):
+        return 1.0  # modules run one by one in any case
+    mgrit = MGRIT(levels=2, coarsening=LAYERS // SIDE_BY_SIDE)
+    alone, together = sweep_seconds(net.stack, build(LAYERS, mgrit), mgrit, shape, runs=RUNS)[:, 0]
+    return min(max((SIDE_BY_SIDE * together / alone - 1) / (SIDE_BY_SIDE - 1), 0.0), 2.0)
 
 
 def _time(ops: Sequence[Callable[[], object]]) -> float:
@@ -187,5 +213,5 @@ def program_cycles(hierarchy: Hierarchy, config: Config, ranks: int) -> list[Cyc
     """Recorders of all ranks. No communication."""
     from lpnet.mgrit.plan import partition_of
 
-    partition = partition_of(config, ranks)
-    return [Cycle(hierarchy, partition, rank, config.mgrit) for rank in range(ranks)]
+    partition, batched = partition_of(config, ranks), fixed_choice(config.mgrit) or ()
+    return [Cycle(hierarchy, partition, rank, config.mgrit, batched) for rank in range(ranks)]

@@ -129,7 +129,9 @@ def profile(config: Config, comm: Comm, *, steps: int = 20) -> Profile:
             trace.start(comm, events=False)
         began = comm.now()
         for _ in range(count):
-            step(next(numbers))
+            number = next(numbers)
+            comm.at_step(number)
+            step(number)
         mean = {name: total.seconds / count for name, total in trace.totals().items()} if timed else {}
         return {**mean, "step": (comm.now() - began) / count}
 

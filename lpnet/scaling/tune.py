@@ -24,7 +24,7 @@ from lpnet.scaling.candidates import Measured, Plan, every, multigrid, serial
 from lpnet.scaling.emulated import Request, bench
 from lpnet.scaling.layer_cost import Costs, batch_size, measure, measure_units
 
-EMULATED = {"data": 1, "pipeline": 2, "mgrit": 4, "fdg": 1}
+EMULATED = {"data": 1, "pipeline": 2, "mgrit": 4, "fdg": 1, "fdg x mgrit": 1}
 """Candidates of each kind that are emulated."""
 NEAR = 3.0  # of them those whose predicted time is within this factor of the best
 CLOSE = 1.05  # an exact method within 5 % of the fastest is taken
@@ -175,9 +175,18 @@ def _emulated(plan: Plan, network: NetworkModel) -> Plan:
 
 def error_of(plan: Plan) -> float:
     """Relative gradient error, which does not depend on the ranks and replicas: found on one rank."""
-    parallel = replace(plan.config.parallel, replicas=1)
-    config = replace(plan.config, parallel=parallel)
-    return (stale_error if plan.family == "fdg" else gradient_error)(config)[0]
+    config = replace(plan.config, parallel=replace(plan.config.parallel, replicas=1))
+    if not plan.family.startswith("fdg"):
+        return gradient_error(config)[0]
+    modules = config.parallel.modules or 1
+    alone = replace(config.parallel, layers=1) if plan.family == "fdg x mgrit" else config.parallel
+    stale = stale_error(replace(config, parallel=alone))[0]
+    if plan.family == "fdg":
+        return stale
+    # delayed gradients are compared with those of the same solves: how far these are off comes on top of it
+    module = replace(config.model, layers=config.model.layers // modules)
+    solved = replace(config, method="mgrit", model=module, parallel=replace(alone, modules=None, layers="auto"))
+    return math.hypot(stale, gradient_error(solved)[0])
 
 
 def tune_as_asked(config: Config, options: Mapping[str, str], to_yaml: Callable[[Config], str]) -> str:

@@ -95,7 +95,7 @@ def build(config: Config, data: Data, order: BatchOrder, comm: Comm) -> tuple[Ne
         return net, DecoupledSteps(net, config.optim), net.resolved(config)
     layers = build_network(config, data, comm)
     if config.method == "mgrit" and config.mgrit.batching == "auto":
-        layers.prepare(first.x)
+        layers.prepare(first.x[layers.grid.part(len(first))[0]])  # of this data replica
         config = replace(config, mgrit=layers.mgrit)
     return layers, make_strategy(layers, config.optim, order.batches), config
 

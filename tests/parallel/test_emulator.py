@@ -30,6 +30,7 @@ CASES = {
     "tolerance": (Case(23, coarsening=2), {"forward_iterations": None, "adjoint_iterations": None, "tolerance": 1e-6}),
     "averaged": (Case(23, 3, (5, 2), coarse="averaged"), {}),
     "half steps": (Case(14, iterations=2, coarse="half_steps"), {}),
+    "short messages": (Case(23, 3, (4, 2), iterations=2), {"coarse_messages": "bfloat16"}),
     "one level": (Case(9, 1), {}),
 }
 

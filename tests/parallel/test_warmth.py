@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from lpnet.parallel.meter import Costs, Meter
-from lpnet.parallel.warmth import Resident, operands, touch
+from lpnet.parallel.warmth import Cache, operands, touch
 
 
 def test_operands_of_partials_methods_and_closures() -> None:
@@ -26,15 +26,33 @@ def test_operands_of_partials_methods_and_closures() -> None:
     assert a.equal(torch.ones(4, 8))
 
 
-def test_warm_where_all_of_it_fits() -> None:
-    block = np.ones((4, 256))  # 8 KiB
-    resident = Resident(9000)
-    assert not resident.is_warm()
-    resident.add([block[:2], block[1:]])  # overlapping parts count once
-    assert resident.size == 8192 and resident.is_warm()
-    resident.add([np.ones(512)])
-    assert resident.size == 12288 and not resident.is_warm()
-    assert not Resident(0).is_warm()
+def test_what_was_used_last_is_warm() -> None:
+    """Room for 4 arrays and a little: the one that has not been used for longest leaves."""
+    memory = np.ones((8, 2048))
+    cache = Cache(4.2 * 2048 * 8)
+    used = cache.operands(list(memory))
+
+    def warm(*rows: int) -> list[int]:
+        held = cache.use([used[row] for row in rows])
+        return [row for row in range(8) if any(array is used[row][0] for array in held)]
+
+    assert warm(0, 1, 2) == []
+    assert warm(0, 1, 2) == [0, 1, 2]
+    assert warm(3, 0) == [0]
+    assert warm(4) == []  # in the place of 1
+    assert warm(1) == []
+    assert warm(0, 4) == [0, 4]
+    cache.lose(memory[4][:10])
+    assert warm(4, 0) == [0]
+    assert warm(4) == [4]
+
+
+def test_an_array_larger_than_the_cache_is_never_warm() -> None:
+    large = np.ones(100_000)
+    for size in (0.0, 1000.0, 65536.0):
+        cache = Cache(size)
+        used = cache.operands([large, large[:4]])
+        assert all(array.size == 4 for _ in range(3) for array in cache.use(used))
 
 
 def test_metered_work_runs_once_however_warm() -> None:

@@ -110,11 +110,45 @@ def test_bench(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert many["step"][3] > 50e-6  # messages of 25 us
 
 
+def test_faults_by_flag(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A slow pair takes longer and changes nothing; a rank dies at its step; bench knows the same words."""
+
+    def run(name: str, *flags: str) -> tuple[int, float]:
+        code = main(["train", str(small), "--emulate", "2", *flags, "--run.out", str(tmp_path / name)])
+        out = capsys.readouterr()
+        assert code == 0 or "rank 1 of 2 died at step 3" in out.err
+        return code, float(out.out.split()[0]) if code == 0 else 0.0
+
+    _, plain = run("plain")
+    _, late = run("late", "--faults", "delay=0-1:0.5,delay=1-0:0.25,jitter=0.01,reorder,seed=3")
+    assert late > plain + 0.5
+    same_runs(tmp_path / "plain", tmp_path / "late", 4)
+    assert run("dead", "--faults", "kill=1@3")[0] == 1
+    assert main(["bench", str(small), "--emulate", "2", "--steps", "3", "--faults", "kill=1@3"]) == 1
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    ("delay=0-2:1", "there is no rank 2 of 2"),
+    ("delay=0-1:-1", "they must not be negative"),
+    ("delay=0-1", "expected delay=SOURCE-DEST:SECONDS"),
+    ("jitter=nan", "must not be negative"),
+    ("kill=1", "expected delay="),
+    ("reorder=yes", "not one of them"),
+    ("explode", "'explode' (not one of them)"),
+    ("seed=x", "'x' is no whole number"),
+])
+def test_faults_of_another_form(small: Path, capsys: Any, words: str, message: str) -> None:
+    assert main(["bench", str(small), "--emulate", "4,2", "--faults", words]) == 2
+    error = capsys.readouterr().err
+    assert "--faults has" in error and message in error
+
+
 @pytest.mark.parametrize(("flags", "message"), [
     (["--emulate", "0"], "--emulate is '0'; expected rank counts such as 1,16,256"),
     (["--emulate", "two"], "--emulate is 'two'"),
     (["--emulate", "4", "--network", "infinband"], "did you mean infiniband?; known: loopback, infiniband"),
     (["--network", "ethernet"], "--network needs --emulate"),
+    (["--faults", "reorder"], "--faults needs --emulate"),
     (["--emulate", "17"], "17 ranks"),
     (["--emulate", "2", "--method", "serial"], "method serial runs on one rank, and there are 2"),
     (["--emulate", "2,3"], "needs --run.out"),

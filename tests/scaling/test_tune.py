@@ -40,10 +40,15 @@ def programs(run: Config, ranks: int) -> tuple[Any, Any]:
 
 def test_the_simulation_with_unit_costs_is_the_critical_path() -> None:
     actions, cycles = programs(config(levels=3, coarsening=4), 8)
-    unit = simulate(actions, cycles, lambda a: a.edges.number if a.kind == "evaluate" else 0, lambda s, d: 0.0)
+    def cost(action: Any) -> float:
+        return action.edges.number if action.kind == "evaluate" else 0
+
+    unit = simulate(actions, cycles, cost, lambda source, dest, level: 0.0)
     assert max(unit) == critical_path(actions, cycles)
-    late = simulate(actions, cycles, lambda a: a.edges.number if a.kind == "evaluate" else 0, lambda s, d: 1000.0)
+    late = simulate(actions, cycles, cost, lambda source, dest, level: 1000.0)
     assert max(late) > max(unit) + 1000
+    coarse = simulate(actions, cycles, cost, lambda source, dest, level: 1000.0 * (level > 0))
+    assert max(unit) + 1000 < max(coarse) < max(late)
 
 
 def test_costs_of_a_layer() -> None:
@@ -53,21 +58,22 @@ def test_costs_of_a_layer() -> None:
     assert costs.floor + 2000 * costs.each == pytest.approx(costs.at_batch.step, rel=0.01)
 
 
-def fake(monkeypatch: pytest.MonkeyPatch, scale: float, floor: float = 0.5) -> None:
+def fake(monkeypatch: pytest.MonkeyPatch, scale: float, floor: float = 0.5, beside: float = 1.0) -> None:
     """Costs and times of a made-up processor, so that the choice is the same every day.
 
     Args:
         monkeypatch: of the test.
         scale: of all costs.
         floor: share of the cost of a whole batch that a batch of one sample has too.
+        beside: what a further layer costs in a call that does several.
     """
     seconds = (20e-6, 10e-6, 20e-6, 10e-6, 2e-6)
-    cost = LayerCost(50, *(value * scale for value in seconds), 8000)
+    cost = LayerCost(50, *(value * scale for value in seconds), 8000, beside)
     share = floor + (1 - floor) / 8
-    small = LayerCost(6, *(value * scale * share for value in seconds), 960)
+    small = LayerCost(6, *(value * scale * share for value in seconds), 960, beside)
 
     def emulated(plan: Plan, network: Any) -> Plan:
-        error = 0.0 if plan.exact else 0.5 if plan.family == "fdg" else 0.01 * plan.config.mgrit.levels
+        error = 0.0 if plan.exact else 0.5 if plan.family.startswith("fdg") else 0.01 * plan.config.mgrit.levels
         return replace(plan, emulated_seconds=plan.model_seconds, gradient_error=error)
 
     made = Costs(cost, cost.step * floor, cost.step * (1 - floor) / 50, small)
@@ -103,7 +109,8 @@ def test_a_large_batch_is_shared_by_replicas_or_a_pipeline(monkeypatch: pytest.M
     assert choice.best.config.parallel.replicas in (2, 4, 8)
     text = choice.table()
     assert "because nothing inexact is more than 5 % faster" in text
-    assert all(f" {family}" in text for family in ("serial", "data", "pipeline", "mgrit", "fdg"))
+    families = ("serial", "data", "pipeline", "mgrit", "fdg", "fdg of 2 modules x mgrit")
+    assert all(f" {family}" in text for family in families)
 
 
 def test_a_mix_of_replicas_and_multigrid(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,6 +121,22 @@ def test_a_mix_of_replicas_and_multigrid(monkeypatch: pytest.MonkeyPatch) -> Non
     serial = next(plan for plan in choice.plans if plan.family == "serial")
     alone = [plan for plan in choice.plans if plan.family == "mgrit" and plan.config.parallel.replicas == 1]
     assert best.model_seconds < min(plan.model_seconds for plan in alone) < serial.model_seconds
+
+
+def test_intervals_side_by_side_where_that_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four intervals in one call for little more than one: fewer ranks do the work of more."""
+    fake(monkeypatch, 1.0, floor=0.95, beside=0.2)
+    choice = planner.tune(config(layers=256), 8, INFINIBAND)
+    assert choice.best.config.mgrit.batching == "on" and "side by side" in choice.best.label()
+    fake(monkeypatch, 1.0, floor=0.95)
+    alone = planner.tune(config(layers=256), 8, INFINIBAND)
+    assert alone.best.config.mgrit.batching == "off"
+    assert choice.best.model_seconds < 0.8 * alone.best.model_seconds
+
+
+def test_a_further_layer_beside_others_costs_less_than_the_first() -> None:
+    """At a small batch, where a call costs more than its samples."""
+    assert 0 <= measure(config(samples=10)).at_batch.beside < 1
 
 
 def test_exact_where_it_is_as_fast(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +160,7 @@ def test_candidates_run_as_they_are_described() -> None:
         check(plan.config, plan.ranks)
         families.add((plan.family, plan.config.parallel.replicas))
         assert plan.model_seconds > 0 and plan.memory > 0
-    expected = {"pipeline": (1, 2), "mgrit": (1, 2), "fdg": (1, 2), "data": (4,)}
+    expected = {"pipeline": (1, 2), "mgrit": (1, 2), "fdg": (1, 2), "fdg x mgrit": (1,), "data": (4,)}
     assert families == {(family, replicas) for family, counts in expected.items() for replicas in counts}
 
 
