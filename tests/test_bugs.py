@@ -272,10 +272,11 @@ def test_the_planner_measures_convolutions() -> None:
 
     if "LPNET_DATA" not in os.environ:
         pytest.skip("needs LPNET_DATA")
+    root = f"{os.environ['LPNET_DATA']}/mnist"
     config = Config(
         method="mgrit",
         model=ModelConfig(name="conv", layers=16, width=4, opening="replicate"),
-        data=DataConfig(name="mnist", root=f"{os.environ['LPNET_DATA']}/mnist", train_samples=10, validation_samples=10),
+        data=DataConfig(name="mnist", root=root, train_samples=10, validation_samples=10),
     )
     cost = measure(config).at_batch
     assert cost.payload == 4 * 28 * 28 * 10 * 4

@@ -29,7 +29,7 @@ METHODS = ("serial", "mgrit", "pipeline", "data", "fdg")
 """data: replicas alone; pipeline: exact propagation of parts of a batch, one behind the other."""
 TOP = (
     *("name", "scaling", "run", "launch", "network", "networks", "steps", "gradient_error", "equal_loss"),
-    *("base", "grid"),
+    *("serial_each", "base", "grid"),
 )
 
 
@@ -140,6 +140,8 @@ class Study:
         gradient_error: compare each MGRIT setting's gradient with the exact one, on one rank.
         equal_loss: training steps after which each MGRIT setting's loss is compared with that of serial training, on
             one rank; 0: not compared.
+        serial_each: time method serial before and after every cell, which is compared with the mean of the two: the
+            speed of a shared machine changes within minutes.
         base: the run that the cells vary.
         cells: what is run, serial references first.
     """
@@ -152,6 +154,7 @@ class Study:
     steps: int
     gradient_error: bool
     equal_loss: int
+    serial_each: bool
     base: Config
     cells: tuple[Cell, ...]
 
@@ -201,6 +204,7 @@ def read_study(path: str, *, data_root: str | None = None, run: str | None = Non
         steps,
         bool(tree.get("gradient_error", False)),
         equal_loss,
+        bool(tree.get("serial_each", False)),
         config,
         tuple(dict.fromkeys(cells)),
     )

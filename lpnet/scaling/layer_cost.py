@@ -196,7 +196,7 @@ def _beside(net: LayerParallel, shape: tuple[int, ...]) -> float:
         return 1.0  # modules run one by one in any case
     mgrit = MGRIT(levels=2, coarsening=LAYERS // SIDE_BY_SIDE)
     alone, together = sweep_seconds(net.stack, build(LAYERS, mgrit), mgrit, shape, runs=RUNS)[:, 0]
-    return min(max((SIDE_BY_SIDE * together / alone - 1) / (SIDE_BY_SIDE - 1), 0.0), 2.0)
+    return float(min(max((SIDE_BY_SIDE * together / alone - 1) / (SIDE_BY_SIDE - 1), 0.0), 2.0))
 
 
 def _time(ops: Sequence[Callable[[], object]]) -> float:

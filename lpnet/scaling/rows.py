@@ -23,6 +23,7 @@ class Row:
         layers: depth.
         layers_per_rank: mean.
         seconds_per_step: of the slowest rank.
+        serial_seconds: of method serial on one rank, beside this cell where the study says so.
         speedup: against the fastest serial lpnet on the same network.
         efficiency: speed-up per rank; weak scaling: seconds of the fewest ranks / seconds.
         bound: speed-up by the number of layer evaluations on the critical path alone, of whole batches.
@@ -48,6 +49,7 @@ class Row:
     layers: int
     layers_per_rank: float
     seconds_per_step: float | None = None
+    serial_seconds: float | None = None
     speedup: float | None = None
     efficiency: float | None = None
     bound: float | None = None
@@ -94,7 +96,8 @@ def derive(study: Study, found: Sequence[tuple[Cell, dict[str, Any]]]) -> list[R
             rows.append(Row(*common, per_rank, status=done["status"], reason=done["reason"]))
             continue
         profile = read_profile(done["profile"])
-        speedup = serial[cell.layers] / profile.seconds if cell.layers in serial else None
+        reference = done.get("serial_seconds") or serial.get(cell.layers)
+        speedup = reference / profile.seconds if reference is not None else None
         efficiency = speedup / cell.ranks if speedup is not None else None
         if study.scaling == "weak":
             efficiency = fewest[cell.label()][1] / profile.seconds
@@ -105,6 +108,7 @@ def derive(study: Study, found: Sequence[tuple[Cell, dict[str, Any]]]) -> list[R
                 *common,
                 per_rank,
                 profile.seconds,
+                reference,
                 speedup,
                 efficiency,
                 bound,

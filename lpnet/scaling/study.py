@@ -87,7 +87,7 @@ def _key(study: Study, cell: Cell) -> str:
     """Everything that a cell's result depends on."""
     base = asdict(study.base)
     network = study.network.as_dict() if study.run == "emulated" else study.launch
-    parts = [cell.as_dict(), study.run, network, study.steps, study.gradient_error, study.equal_loss]
+    parts = [cell.as_dict(), study.run, network, study.steps, study.gradient_error, study.equal_loss, study.serial_each]
     parts += [base[key] for key in ("seed", "model", "mgrit", "fdg", "optim", "parallel")]
     parts.append(without_root(study.base.data))
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:12]
@@ -114,10 +114,10 @@ def _run(study: Study, cell: Cell, out: Path) -> dict[str, Any]:
     except UsageError as error:
         return _nothing("skipped", str(error))
     try:
-        if study.run == "emulated":
-            profile = asdict(bench(config, Request((cell.ranks,), study.network), steps=study.steps)[0])
-        else:
-            profile = _measured(study, cell, config, out)
+        each = study.serial_each and cell.method != "serial"
+        before = _serial(study, cell, out) if each else 0.0
+        profile = _profile(study, cell, config, out)
+        after = _serial(study, cell, out) if each else 0.0
         first, last = profile["losses"]
         if not math.isfinite(last) or last > RISE * first:
             return _nothing("diverged", f"the loss went from {first:.3g} to {last:.3g}")
@@ -135,7 +135,21 @@ def _run(study: Study, cell: Cell, out: Path) -> dict[str, Any]:
         "gradient_error": inexact,
         "cosine": cosine,
         "steps_ratio": ratio,
+        "serial_seconds": (before + after) / 2 or None,
     }
+
+
+def _profile(study: Study, cell: Cell, config: Config, out: Path) -> dict[str, Any]:
+    """Emulate or launch a cell."""
+    if study.run == "emulated":
+        return asdict(bench(config, Request((cell.ranks,), study.network), steps=study.steps)[0])
+    return _measured(study, cell, config, out)
+
+
+def _serial(study: Study, cell: Cell, out: Path) -> float:
+    """Seconds of a step of method serial on the cell's network, now."""
+    alone = Cell("serial", 1, cell.layers)
+    return max(_profile(study, alone, alone.config(study.base), out)["step"])
 
 
 _ERRORS: dict[str, tuple[float, float]] = {}
@@ -170,7 +184,7 @@ def _alone(config: Config) -> Config:
 
 
 def _nothing(status: str, reason: str) -> dict[str, Any]:
-    blank = dict.fromkeys(("profile", "gradient_error", "cosine", "steps_ratio"))
+    blank = dict.fromkeys(("profile", "gradient_error", "cosine", "steps_ratio", "serial_seconds"))
     return {"status": status, "reason": reason, **blank}
 
 

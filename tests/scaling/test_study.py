@@ -114,6 +114,22 @@ def test_an_interrupted_study_goes_on(study: Path, tmp_path: Path, monkeypatch: 
     assert ran == [(1,), (2,)]
 
 
+def test_serial_training_is_timed_beside_every_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, times = tmp_path / "study.yaml", iter((4.0, 1.0, 2.0, 4.0))
+    path.write_text(SHORT.replace("steps: 2", "steps: 2\nserial_each: true").replace("[2, 4, 32]", "2"))
+    real = studies.bench
+
+    def bench(config: Any, request: Any, *, steps: int) -> Any:
+        found = real(config, request, steps=steps)
+        return found if config.method != "serial" else [replace(found[0], step=[next(times, 8.0)])]
+
+    monkeypatch.setattr(studies, "bench", bench)
+    assert main(["study", str(path), "--out", str(tmp_path / "out")]) == 0
+    rows = table(tmp_path / "out")
+    assert [float(row["serial_seconds"]) for row in rows] == [4.0, 1.5, 6.0]
+    assert [float(row["speedup"]) * float(row["seconds_per_step"]) for row in rows] == pytest.approx([4.0, 1.5, 6.0])
+
+
 def test_divergence_is_marked_and_not_drawn(study: Path, tmp_path: Path) -> None:
     study.write_text(SHORT.replace("grid:", "  optim: {name: sgd, lr: 1e6}\ngrid:"))
     rows = studies.run_study(read_study(str(study)), tmp_path / "out")
