@@ -5,7 +5,8 @@
 
 FOLDER (or LPNET_DATA) holds mnist/, cifar-10-batches-py/, salinas_a/ and indian_pines/; cases without their data are
 left out. Every cell (case, method, seed) is one JSON file, so that an interrupted study goes on; at the end all cells
-there are make README.md and its pictures. One rank and one thread; the work is that of 16 ranks, by counting.
+there are make README.md and its pictures. A training that stops by itself is a cell too: it has the step and the cause.
+One rank and one thread; the work is that of 16 ranks, by counting.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch
 from lpnet.config import MGRIT, Config, DataConfig, ModelConfig, OptimConfig
 from lpnet.data.batches import BatchOrder
 from lpnet.data.samples import load
+from lpnet.errors import NumericsError
 from lpnet.io.plot_monitors import series
 from lpnet.io.plots import class_colours, finish, save_figure
 from lpnet.mgrit.hierarchy import cut, direction
@@ -46,6 +48,7 @@ METHODS = {
     "cold fixed": replace(ONE_SHOT, adjoint_iterations=2, initial_guess="coarse"),
     "cold adaptive": replace(ONE_SHOT, adjoint_iterations=2, initial_guess="coarse", control="adaptive"),
 }
+OF_A_COPY = "the results in drivers/results are of CIFAR-10 (JPEG copy)"
 WARM = ["serial", "gradient", "one-shot fixed", "one-shot adaptive"]
 
 
@@ -58,12 +61,14 @@ class Case:
         steps: optimisation steps.
         methods: of METHODS.
         folder: of the data below FOLDER; None: generated.
+        note: what the page says of the data.
     """
 
     config: Config
     steps: int
     methods: list[str]
     folder: str | None = None
+    note: str = ""
 
 
 def peaks(layers: int, optimiser: str = "adam", steps: int = 300, methods: list[str] | None = None) -> Case:
@@ -88,18 +93,30 @@ def hyperspectral(layers: int, steps: int, folder: str, **data: Any) -> Case:
     return Case(config, steps, WARM, folder=folder)
 
 
-def images(name: str, layers: int, steps: int, **data: Any) -> Case:
-    """A stack of convolutions on images."""
+def mnist(layers: int, steps: int, samples: int, batch_size: int) -> Case:
+    """A stack of convolutions on images copied to four channels."""
     config = Config(
         method="mgrit",
         model=ModelConfig(
-            name="conv", layers=layers, width=4, final_time=1.0, opening="replicate" if name == "mnist" else "dense",
-            init_scale=1.0,
+            name="conv", layers=layers, width=4, final_time=1.0, opening="replicate", init_scale=1.0
         ),
-        data=DataConfig(name=name, root=".", **data),
+        data=DataConfig(
+            name="mnist", root=".", train_samples=samples, validation_samples=1000, batch_size=batch_size
+        ),
         optim=OptimConfig(lr=0.003),
     )  # fmt: skip
-    return Case(config, steps, WARM, folder="mnist" if name == "mnist" else "cifar-10-batches-py")
+    return Case(config, steps, WARM, folder="mnist")
+
+
+def ode_resnet(layers: int, steps: int, samples: int) -> Case:
+    """Three stacks of layers on the images of CIFAR-10, as in configs/cifar_mgrit.yaml with half the channels."""
+    config = Config(
+        method="mgrit",
+        model=ModelConfig(name="ode_resnet", layers=layers, width=8, final_time=4.0, norm="none"),
+        data=DataConfig(name="cifar10", root=".", train_samples=samples, validation_samples=1000, batch_size=50),
+        optim=OptimConfig(lr=0.002),
+    )
+    return Case(config, steps, WARM, folder="cifar-10-batches-py", note=OF_A_COPY)
 
 
 CASES = {
@@ -107,9 +124,9 @@ CASES = {
     "peaks-32-lbfgs": peaks(32, "lbfgs", 100, WARM),
     "peaks-128": peaks(128, steps=200, methods=WARM),
     "peaks-1024": peaks(1024, steps=60, methods=["serial", "one-shot fixed", "one-shot adaptive"]),
-    "mnist-64": images("mnist", 64, 90, train_samples=1500, validation_samples=1000, batch_size=100),
-    "mnist-128": images("mnist", 128, 90, train_samples=1500, validation_samples=1000, batch_size=100),
-    "cifar10-32": images("cifar10", 32, 60, train_samples=1000, validation_samples=500, batch_size=100),
+    "mnist-64": mnist(64, 90, 1500, 100),
+    "mnist-128": mnist(128, 45, 750, 50),
+    "cifar10-ode-resnet": ode_resnet(24, 60, 400),
     "salinas-a": hyperspectral(
         32, 120, "salinas_a", name="hyperspectral", cube="SalinasA_corrected.mat", ground_truth="SalinasA_gt.mat"
     ),
@@ -120,8 +137,9 @@ CASES = {
 
 
 def path(net: Any, report: StepReport, lr: float) -> float:
-    """Layer evaluations of a step on the longest chain over RANKS ranks; comparisons included."""
-    partition, layers = uniform(net.stack.num_layers, RANKS), net.stack.num_layers
+    """Layer evaluations of a step on the longest chain over RANKS ranks, or as many as layers; comparisons included."""
+    layers = net.stack.num_layers
+    partition = uniform(layers, min(RANKS, layers))
     lbfgs = 0.0 < report.step_size < lr
     trials = 1 + round(math.log2(lr / report.step_size)) if lbfgs else 1
     if report.watched is None or report.watched.rung.levels == 1:
@@ -147,12 +165,17 @@ def run(case: Case, method: str, seed: int, root: Path) -> dict[str, Any]:
     order = BatchOrder(len(data.train), config.data.batch_size, seed, "fixed" if warm else "reshuffled")
     net = build_network(config, data)
     strategy = make_strategy(net, config.optim, order.batches)
-    losses, cosines, rejected, work, began = [], [], 0, 0.0, time.perf_counter()
+    losses, cosines, rejected, work, stopped, began = [], [], 0, 0.0, "", time.perf_counter()
     for step in range(case.steps):
         batch = order.at(step)
         samples = data.train if order.full else data.train.take(batch.indices)
-        report = strategy.step(samples, batch.id)
+        try:
+            report = strategy.step(samples, batch.id)
+        except NumericsError as error:
+            stopped = str(error)
+            break
         if report.finished is not None:
+            stopped = report.finished
             break
         losses.append(report.loss)
         work += path(net, report, config.optim.lr)
@@ -168,6 +191,7 @@ def run(case: Case, method: str, seed: int, root: Path) -> dict[str, Any]:
         "train_accuracy": scores.train_accuracy,
         "val_accuracy": scores.val_accuracy,
         "steps": len(losses),
+        "stopped": stopped,
         "work": work,
         "cosines": cosines,
         "rejected": rejected,
@@ -193,20 +217,20 @@ def page(out: Path) -> str:
         f"Made by `python drivers/experiments.py --out {out.as_posix() if not out.is_absolute() else out.name}`. "
         "Medians over the seeds, in brackets their range. *Work*: layer evaluations on the longest chain of "
         f"{RANKS} ranks, comparisons with exact gradients included, by counting; *cosine*: the lowest of the gradients "
-        "that were applied and compared. Accuracies by exact propagation.",
+        "that were applied and compared. Accuracies by exact propagation, of a run that stopped as it was then.",
     ]
     for case in CASES:
         rows = [(method, found) for name, method, found in cells(out, [case]) if name == case]
         if not rows:
             continue
         config = CASES[case].config
-        samples = config.data.train_samples or "all"
+        facts = [f"{config.model.layers} layers", config.optim.name]
+        facts += [f"{config.data.train_samples or 'all'} training samples", *filter(None, [CASES[case].note])]
         lines += [
             "",
             f"## {case}",
             "",
-            f"{config.model.layers} layers, {config.optim.name}, {samples} training samples, "
-            f"`python drivers/experiments.py --out DIR --cases {case}`",
+            f"{', '.join(facts)}, `python drivers/experiments.py --out DIR --cases {case}`",
             "",
             "| method | seeds | steps | loss | validation accuracy | work | lowest cosine | thrown away |",
             "|---|---|---|---|---|---|---|---|",
@@ -214,12 +238,28 @@ def page(out: Path) -> str:
         for method, found in rows:
             lowest = [c for cell in found for _, c in cell["cosines"]]
             lines.append(
-                f"| {method} | {len(found)} | {found[0]['steps']} | {spread(found, 'loss', '.4f')} | "
+                f"| {method} | {len(found)} | {steps(found)} | {spread(found, 'loss', '.4f')} | "
                 f"{spread(found, 'val_accuracy', '.1f')} % | {statistics.median(c['work'] for c in found):,.0f} | "
                 f"{f'{min(lowest):.3f}' if lowest else '-'} | {sum(c['rejected'] for c in found)} |"
             )
-        lines += ["", f"![loss and cosine]({picture(out, case, rows).name})"]
+        lines += ["", *stops(rows), f"![loss and cosine]({picture(out, case, rows).name})"]
     return "\n".join(lines) + "\n"
+
+
+def steps(found: list[dict[str, Any]]) -> str:
+    """How many there were, and whether the training stopped there."""
+    if not any(cell.get("stopped") for cell in found):
+        return str(found[0]["steps"])
+    return ", ".join(("stopped at " if cell.get("stopped") else "") + str(cell["steps"]) for cell in found)
+
+
+def stops(rows: list[tuple[str, list[dict[str, Any]]]]) -> Iterator[str]:
+    """Why trainings stopped, in a paragraph each; the remedy that follows the cause is left out."""
+    for method, found in rows:
+        causes = [cell["stopped"].partition(";")[0] for cell in found if cell.get("stopped")]
+        if causes:
+            yield f"{method} stopped: {'. '.join(causes)}."
+            yield ""
 
 
 def spread(found: list[dict[str, Any]], key: str, form: str) -> str:

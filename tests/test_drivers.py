@@ -25,12 +25,24 @@ def test_it_runs_and_its_loss_falls(mpirun, script, options):
 
 
 @pytest.fixture
-def small(monkeypatch):
+def driver(monkeypatch):
+    """Loads a driver, which may import others."""
+    monkeypatch.syspath_prepend(str(DRIVERS))
+
+    def loaded(name):
+        spec = importlib.util.spec_from_file_location(name, DRIVERS / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, module)  # its dataclass looks itself up
+        spec.loader.exec_module(module)
+        return module
+
+    return loaded
+
+
+@pytest.fixture
+def small(driver, monkeypatch):
     """drivers/fdg_small.py with fewer rows."""
-    spec = importlib.util.spec_from_file_location("fdg_small", DRIVERS / "fdg_small.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "fdg_small", module)  # its dataclass looks itself up
-    spec.loader.exec_module(module)
+    module = driver("fdg_small")
     monkeypatch.setattr(module, "MODULES", (2, 3))
     methods = {name: module.METHODS[name] for name in ("BP", "FDG, beta = 1", "FDG, best beta")}
     monkeypatch.setattr(module, "METHODS", methods)
@@ -100,3 +112,30 @@ def test_one_run_of_the_small_study(small, tmp_path, monkeypatch):
     assert 0 <= found["error"] <= 100 and not found["diverged"]
     assert json.loads((tmp_path / "out" / "cells" / f"{cell.name}.json").read_text()) == found
     assert (tmp_path / "out" / "runs" / cell.name / "metrics.jsonl").exists()
+
+
+def test_an_experiment_that_stops_is_a_row_with_its_cause(driver, tmp_path, monkeypatch):
+    experiments = driver("experiments")
+
+    def run(case, method, seed, root):
+        stopped = "" if seed == 0 else "step 3: multigrid diverges: cosine -0.1; set mgrit.control adaptive"
+        return {
+            "loss": 0.5, "train_accuracy": 90.0, "val_accuracy": 80.0, "steps": 3 if stopped else 9, "work": 64.0,
+            "stopped": stopped, "cosines": [[0, 0.9]], "rejected": 0, "losses": [1.0, 0.7], "seconds": 1.0,
+        }  # fmt: skip
+
+    monkeypatch.setattr(experiments, "run", run)
+    monkeypatch.setattr(experiments, "CASES", {"peaks-32": experiments.peaks(32, methods=["cold fixed"])})
+    monkeypatch.setattr(sys, "argv", ["experiments.py", "--out", str(tmp_path), "--cases", "peaks-32", "--seeds", "2"])
+    experiments.main()
+    text = (tmp_path / "README.md").read_text()
+    assert "| cold fixed | 2 | 9, stopped at 3 | 0.5000 [0.5000, 0.5000] |" in text
+    assert "cold fixed stopped: step 3: multigrid diverges: cosine -0.1." in text
+
+
+def test_a_cell_of_the_experiments_that_diverges(driver, tmp_path):
+    experiments = driver("experiments")
+    config = experiments.peaks(16, steps=2).config
+    bad = experiments.replace(config, optim=experiments.OptimConfig(name="sgd", lr=1e30))
+    found = experiments.run(experiments.Case(bad, 8, []), "serial", 0, tmp_path)
+    assert found["steps"] < 8 and found["stopped"].startswith(f"step {found['steps']}: ")
