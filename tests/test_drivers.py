@@ -114,6 +114,28 @@ def test_one_run_of_the_small_study(small, tmp_path, monkeypatch):
     assert (tmp_path / "out" / "runs" / cell.name / "metrics.jsonl").exists()
 
 
+def test_nested_and_direct_training_do_equal_work(driver, tmp_path):
+    nested = driver("nested_depth")
+    words = ["--out", str(tmp_path), "--seeds", "1", "--stages", "4,8,16", "--steps", "6", "--samples", "20"]
+    nested.main(words)
+    found = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "cells").iterdir()}
+    assert len(found) == 4
+    assert all(192 <= cell["work"] < 192 + 200 for cell in found.values())  # a step of 16 layers takes 32 and more
+    exact = found["exact--nested--0"]
+    assert exact["steps"] == [8, 4, 2] and exact["work"] == exact["evaluations"] == 192
+    assert found["exact--direct--0"]["steps"] == [6]
+    assert [layers for _, _, layers in exact["curve"]] == [4] * 8 + [8] * 4 + [16] * 3
+    assert exact["curve"][-1][:2] == [192, exact["loss"]]
+    assert (tmp_path / "README.md").read_text().count("| nested | 1 |") == 2
+    assert (tmp_path / "nested_depth.png").exists()
+    for path in (tmp_path / "cells").glob("exact*"):
+        path.unlink()
+    nested.main(words)  # what is there stays, what is missing comes again
+    assert {path.stem: json.loads(path.read_text()) for path in (tmp_path / "cells").iterdir()} == found
+    with pytest.raises(SystemExit):
+        nested.main([*words, "--steps", "7"])
+
+
 def test_an_experiment_that_stops_is_a_row_with_its_cause(driver, tmp_path, monkeypatch):
     experiments = driver("experiments")
 
