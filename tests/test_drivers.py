@@ -161,3 +161,26 @@ def test_a_cell_of_the_experiments_that_diverges(driver, tmp_path):
     bad = experiments.replace(config, optim=experiments.OptimConfig(name="sgd", lr=1e30))
     found = experiments.run(experiments.Case(bad, 8, []), "serial", 0, tmp_path)
     assert found["steps"] < 8 and found["stopped"].startswith(f"step {found['steps']}: ")
+
+
+def test_staleness_of_every_module_with_and_without_shrinking(driver, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    from data.test_cifar import write10
+
+    write10(tmp_path / "data")
+    staleness = driver("fdg_staleness")
+    monkeypatch.setattr(staleness, "SHRINK", {2: 0.8, 3: 0.5})
+    words = ["--root", str(tmp_path / "data"), "--out", str(tmp_path), "--seeds", "1", "--every", "2"]
+    more = ["--data.train_samples", "60", "--data.validation_samples", "10", "--data.batch_size", "8"]
+    more += ["--run.steps", "12", "--optim.decay_epochs", "[]"]
+    staleness.main([*words, *more])
+    cells = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "fdg_staleness").iterdir()}
+    assert set(cells) == {"K2-beta1-0", "K2-beta0.8-0", "K3-beta1-0", "K3-beta0.5-0"}
+    for name, cell in cells.items():
+        assert len(cell["cosine"]) == len(cell["drift"]) == len(cell["batches"]) >= 2, name
+        assert all(row[-1] == 0 for row in cell["drift"])  # the last module's gradients are not delayed
+        assert all(-1 <= value <= 1.001 for row in cell["cosine"] for value in row)
+    text = (tmp_path / "fdg_staleness.md").read_text()
+    assert "| 3 | 1 | 4 | " in text and (tmp_path / "fdg_staleness.png").exists()
+    staleness.main([*words, *more])
+    assert (tmp_path / "fdg_staleness.md").read_text() == text
