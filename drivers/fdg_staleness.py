@@ -28,6 +28,7 @@ from lpnet.io.plots import class_colours, finish, save_figure
 RATE = 0.05
 SHRINK = {2: 0.8, 3: 0.5, 4: 0.5}  # drivers/results/fdg_small.md
 MEASURED = ("cosine", "drift")
+FULL_RATE = 189  # batches of three epochs; then the learning rate falls, and staleness with it
 
 
 def run(modules: int, beta: float, seed: int, root: Path, every: int, more: Sequence[str]) -> dict[str, Any]:
@@ -88,8 +89,9 @@ class Study:
             f"and 4 of 5 (`drivers/configs/fdg_small_cifar10.yaml`). Every {self.every}th batch, "
             f"{len(some['batches'])} in a run. *Cosine*: of the gradient that lands with the one of backpropagation "
             "for the weights of that moment; *drift*: distance that the module's weights have moved since the forward "
-            "of that batch, over their norm. Means over the batches of a run; medians over the seeds, in brackets "
-            "their range. A module's delay is 2 (K - k) batches; beta = 1 shrinks nothing.",
+            f"of that batch, over their norm. Means over the first {FULL_RATE} batches, which have the full learning "
+            "rate (the picture shows all); medians over the seeds, in brackets their range. A module's delay is "
+            "2 (K - k) batches; beta = 1 shrinks nothing.",
             "",
             "| K | module | delay | cosine, beta = 1 | cosine, shrunk | drift, beta = 1 | drift, shrunk | beta |",
             "|---|---|---|---|---|---|---|---|",
@@ -99,7 +101,7 @@ class Study:
             if not all(runs):
                 continue
             for k in range(modules):
-                values = [spread([mean(cell[name], k) for cell in cells]) for name in MEASURED for cells in runs]
+                values = [spread([mean(cell, name, k) for cell in cells]) for name in MEASURED for cells in runs]
                 lines.append(f"| {modules} | {k + 1} | {2 * (modules - k - 1)} | {' | '.join(values)} | {shrink:g} |")
         lines += ["", f"![cosine and drift over the batches]({self.picture().name})", "", self.seeds_line()]
         return "\n".join(lines) + "\n"
@@ -112,7 +114,8 @@ class Study:
                 errors = [cell["error"] for cell in self.found(modules, beta)]
                 if errors:
                     words.append(f"K = {modules}, beta = {beta:g}: {statistics.median(errors):.1f}")
-        return f"{len(self.found(2, 1.0))} seeds. Test errors at the end, median %: {'; '.join(words)}."
+        seeds = len(self.found(max(SHRINK), SHRINK[max(SHRINK)]))
+        return f"{seeds} seed{'s' * (seeds != 1)}. Test errors at the end, median %: {'; '.join(words)}."
 
     def picture(self) -> Path:
         """Cosine and drift of the first seed over the batches; dashed: shrunk."""
@@ -136,9 +139,10 @@ class Study:
         return save_figure(self.out / "fdg_staleness.png", draw, size=(10.5, 5.6), title=title)
 
 
-def mean(rows: Sequence[Sequence[float]], module: int) -> float:
-    """Over the batches."""
-    return statistics.mean(row[module] for row in rows)
+def mean(cell: dict[str, Any], name: str, module: int) -> float:
+    """Over the batches with the full learning rate."""
+    pairs = zip(cell["batches"], cell[name], strict=True)
+    return statistics.mean(row[module] for batch, row in pairs if batch < FULL_RATE)
 
 
 def spread(values: Sequence[float]) -> str:
