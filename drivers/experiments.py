@@ -248,9 +248,12 @@ def page(out: Path) -> str:
 
 def steps(found: list[dict[str, Any]]) -> str:
     """How many there were, and whether the training stopped there."""
-    if not any(cell.get("stopped") for cell in found):
+    stopped = [bool(cell.get("stopped")) for cell in found]
+    if not any(stopped):
         return str(found[0]["steps"])
-    return ", ".join(("stopped at " if cell.get("stopped") else "") + str(cell["steps"]) for cell in found)
+    if all(stopped):
+        return "stopped at " + ", ".join(str(cell["steps"]) for cell in found)
+    return ", ".join(f"{'stopped at ' * stop}{cell['steps']}" for stop, cell in zip(stopped, found, strict=True))
 
 
 def stops(rows: list[tuple[str, list[dict[str, Any]]]]) -> Iterator[str]:
