@@ -243,6 +243,9 @@ def page(out: Path) -> str:
                 f"{f'{min(lowest):.3f}' if lowest else '-'} | {sum(c['rejected'] for c in found)} |"
             )
         lines += ["", *stops(rows), f"![loss and cosine]({picture(out, case, rows).name})"]
+    missing = [case for case in CASES if not any(cells(out, [case]))]
+    if missing:
+        lines += ["", f"Not run yet: {', '.join(missing)}."]
     return "\n".join(lines) + "\n"
 
 
