@@ -302,7 +302,7 @@ def _tune(arguments: Sequence[str], job: _Job) -> int:
     parsed = parse(arguments, options=own)
     if job.size > 1:
         raise UsageError("lpnet tune emulates the ranks; start it without mpirun")
-    _start_log(job, "WARNING", ())
+    _start_log(job, "ERROR", ())  # what candidates warn of is in the table
     from lpnet.scaling.tune import tune_as_asked
 
     print(tune_as_asked(parsed.config, parsed.options, to_yaml))
