@@ -166,8 +166,9 @@ def _solve_seconds(config: Config, ranks: int, adjoint: bool, cost: LayerCost, n
 
 
 def grids(layers: int) -> list[tuple[int, ...]]:
-    """Coarsening factors of two to five levels that leave at least two points."""
+    """Coarsening factors of two to seven levels that leave at least two points; more than five only with small ones."""
     found = [c for depth in range(1, 5) for c in itertools.product(FACTORS, repeat=depth)]
+    found += [c for depth in (5, 6) for c in itertools.product(FACTORS[:2], repeat=depth)]
     return [c for c in found if math.prod(c) * 2 <= layers]
 
 
