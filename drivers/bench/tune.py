@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import statistics
 from dataclasses import replace
 from pathlib import Path
@@ -66,6 +67,7 @@ def main() -> None:
     parser.add_argument("--network", default="infiniband")
     parser.add_argument("--only", default="", help="cases whose name has this in it")
     options = parser.parse_args()
+    logging.getLogger("lpnet").setLevel(logging.ERROR)  # what candidates warn of is in the table
     network, rows = named(options.network), []
     print("| case | choice | candidates | choice / default | choice / fastest | fastest |\n|---|---|---|---|---|---|")
     for name, text in CASES.items():
