@@ -33,7 +33,7 @@ Flags win over the file. {more}
 
 
 _EMULATE = ("emulate", "network", "networks", "faults")
-_EMULATE_USAGE = "[--emulate P[,P...]] [--network NAME] "
+_EMULATE_USAGE = "[--emulate P[,P...]] [--network NAME] [--faults WORDS] "
 _EMULATE_HELP = (
     "--emulate P[,P...] runs P virtual ranks in this process, with predicted times, over --network NAME (infiniband, "
     "slingshot, ethernet, loopback, or a name in --networks FILE). --faults delay=0-1:1e-3,jitter=1e-5,reorder,kill=3@9"

@@ -285,7 +285,7 @@ def test_the_planner_measures_convolutions() -> None:
 
 def test_modules_of_one_emulated_rank_are_metered_one_by_one() -> None:
     """The work of all modules ended at one line: the clock took the median of long and short pieces for each."""
-    from lpnet.fdg.member import drive
+    from lpnet.fdg.member import Need, drive
     from lpnet.parallel.emulator import emulate
 
     class Half:
@@ -297,8 +297,6 @@ def test_modules_of_one_emulated_rank_are_metered_one_by_one() -> None:
 
     def work() -> Any:
         yield Need("message", "activation")
-
-    from lpnet.fdg.member import Need
 
     words: list[Any] = []
     drive([Half(1), Half(2)], [work(), work()], clock=lambda word: float(words.append(word) or 0))

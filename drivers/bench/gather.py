@@ -16,11 +16,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from lpnet.config import MGRIT, Config, DataConfig, ModelConfig
-from lpnet.mgrit.cycle import Action
-from lpnet.mgrit.hierarchy import build, direction
-from lpnet.mgrit.programs import parts, record, simulate
 from lpnet.parallel.interconnect import NetworkModel, named
-from lpnet.scaling.layer_cost import LayerCost, measure, program_cycles
+from lpnet.scaling.candidates import solve_seconds
+from lpnet.scaling.layer_cost import LayerCost, measure
 
 CASES = {  # samples, width, layers, ranks, coarsening
     "Peaks, 5000 samples": (5000, 8, 1024, 256, (4, 2, 4, 4)),
@@ -29,28 +27,11 @@ CASES = {  # samples, width, layers, ranks, coarsening
     "wide, 4000 samples": (4000, 220, 512, 128, (4, 4, 2, 2)),
 }
 NETWORKS = ("infiniband", "slingshot", "ethernet")
-TALK = ("send", "post", "land", "halo_send", "halo_post")
 
 
-def seconds(config: Config, ranks: int, cost: LayerCost, network: NetworkModel, free: int) -> float:
+def seconds(config: Config, ranks: int, cost: LayerCost, network: NetworkModel, free: float = math.inf) -> float:
     """Of both solves, with free messages from a level on."""
-    total = 0.0
-    for adjoint, iterations in ((False, 2), (True, 1)):
-        levels, _ = direction(build(config.model.layers, config.mgrit), config.mgrit, adjoint)
-        cycles = program_cycles(levels, config, ranks)
-        names = parts(iterations, coarse_start=False, levels=len(levels.levels))
-        programs = [[action for name in names for action in record(cycle, name)] for cycle in cycles]
-
-        def work(action: Action, adjoint: bool = adjoint) -> float:
-            if action.level >= free and action.kind in TALK:
-                return 0.0
-            return cost.of(action, adjoint=adjoint, overhead=network.send_overhead_s)
-
-        def flight(source: int, dest: int, level: int) -> float:
-            return 0.0 if level >= free else network.flight(source, dest, cost.payload)
-
-        total += max(simulate(programs, cycles, work, flight))
-    return total
+    return sum(solve_seconds(config, ranks, adjoint, cost, network, free=free) for adjoint in (False, True))
 
 
 def price(points: int, group: int, ranks: int, cost: LayerCost, network: NetworkModel) -> float:
@@ -81,7 +62,7 @@ def main() -> None:
         cost = measure(replace(config, mgrit=MGRIT())).at_batch
         for preset in NETWORKS:
             network = named(preset)
-            whole, best = seconds(config, ranks, cost, network, 99), (-math.inf, 0, 0)
+            whole, best = seconds(config, ranks, cost, network), (-math.inf, 0, 0)
             bound = 1 - seconds(config, ranks, cost, network, 1) / whole
             for level in range(1, len(grid) + 1):
                 points = layers // math.prod(grid[:level])

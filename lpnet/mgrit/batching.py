@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -21,6 +21,8 @@ from lpnet.mgrit.cycle import Cycle
 from lpnet.mgrit.hierarchy import Hierarchy, direction
 from lpnet.mgrit.problems import AdjointProblem, StateProblem
 from lpnet.mgrit.slots import all_points, side_by_side_if_alike
+from lpnet.nn.module_step import ModuleStep
+from lpnet.nn.network import Network
 from lpnet.nn.stack import LayerStack
 from lpnet.parallel.comm import Comm
 
@@ -37,6 +39,12 @@ def fixed_choice(mgrit: MGRIT) -> tuple[bool, ...] | None:
 def as_setting(choice: Sequence[bool], mgrit: MGRIT) -> MGRIT:
     """The settings with a measured choice written down. No communication."""
     return replace(mgrit, batching=["on" if batched else "off" for batched in choice])
+
+
+def lies_side_by_side(stack: LayerStack | Network) -> TypeGuard[LayerStack]:
+    """Whether its intervals can be relaxed in one call: modules, and stacks of several shapes, run one by one in any
+    case. No communication."""
+    return isinstance(stack, LayerStack) and not isinstance(stack.step, ModuleStep)
 
 
 def measure(

@@ -229,7 +229,7 @@ class Problem:
         ops: list[Op] = []
         if short is not None:
             ops = [self._free_send(key), self._pack(short, action)]
-            buffer = short.buffer(self._use(action), action.level, buffer)
+            buffer = short.buffer(action.sink, action.level, buffer)
         dest = self._neighbour(action.level, back=False)
         return [*ops, self._sender(buffer, key, dest, self._tag + action.level)]
 
@@ -269,10 +269,6 @@ class Problem:
 
     def _send_buffer(self, action: Action) -> Tensor:
         raise NotImplementedError
-
-    def _use(self, action: Action) -> str:
-        """Name of the short buffer of a message to be sent."""
-        return "out" if self.adjoint else action.sink
 
     def _pack(self, short: Short, action: Action) -> Op:
         """Shorten what is about to be sent."""

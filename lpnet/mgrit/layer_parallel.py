@@ -19,7 +19,7 @@ from lpnet.config import MGRIT
 from lpnet.errors import UsageError
 from lpnet.mgrit import coarse
 from lpnet.mgrit.averaging import Replicated
-from lpnet.mgrit.batching import as_setting, fixed_choice, measure
+from lpnet.mgrit.batching import as_setting, fixed_choice, lies_side_by_side, measure
 from lpnet.mgrit.direct import DirectSolves
 from lpnet.mgrit.flight import Everywhere, Flight, Propagate
 from lpnet.mgrit.hierarchy import build
@@ -27,7 +27,6 @@ from lpnet.mgrit.propagator import Propagator
 from lpnet.mgrit.warm import WarmStarts
 from lpnet.nn import dropout, parts
 from lpnet.nn.context import Context, MaskKey, call, prepared, signature
-from lpnet.nn.module_step import ModuleStep
 from lpnet.nn.network import Network
 from lpnet.nn.spatial import Transfer, rehearse, transfers
 from lpnet.nn.stack import LayerStack
@@ -271,12 +270,10 @@ class LayerParallel(WarmStarts, DirectSolves, Replicated, torch.nn.Module):
             shape: of a state, (batch, ...).
         """
         if self.batched is None:
-            stack = self.stack  # modules run one by one in any case
-            alone = isinstance(stack, Network) or isinstance(stack.step, ModuleStep)
-            if alone:
-                self.batched = (False,)
+            if lies_side_by_side(self.stack):
+                self.batched = measure(self.stack, self.hierarchy, self.mgrit, shape, self.world)
             else:
-                self.batched = measure(cast(LayerStack, stack), self.hierarchy, self.mgrit, shape, self.world)
+                self.batched = (False,)
             self.mgrit = as_setting(self.batched, self.mgrit)
         return self.batched
 

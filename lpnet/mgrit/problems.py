@@ -71,7 +71,7 @@ class StateProblem(Problem):
         return out
 
     def _pack(self, short: Short, action: Action) -> Op:
-        return short.pack(self._use(action), action.level, self._send_buffer(action))
+        return short.pack(action.sink, action.level, self._send_buffer(action))
 
     def _unpack(self, short: Short, action: Action) -> Op:
         return short.unpack("in", action.level, self._receive_buffer(action))
@@ -197,7 +197,7 @@ class AdjointProblem(Problem):
         return self.value(self.cycle.levels[action.level].points[0])
 
     def _pack(self, short: Short, action: Action) -> Op:
-        return short.pack_change(action.level, self._send_buffer(action))
+        return short.pack_change(action.sink, action.level, self._send_buffer(action))
 
     def _unpack(self, short: Short, action: Action) -> Op:
         return short.unpack_change(action.level, self._receive_buffer(action))

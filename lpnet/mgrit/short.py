@@ -54,9 +54,9 @@ class Short:
         base = self._bases.setdefault(level, torch.zeros_like(value, memory_format=torch.contiguous_format))
         return [partial(base.copy_, value), self.pack("old out", level, value)]
 
-    def pack_change(self, level: int, value: Tensor) -> Op:
+    def pack_change(self, use: str, level: int, value: Tensor) -> Op:
         """Round the change of a value since `pack_old`."""
-        return partial(torch.sub, value, self._bases[level], out=self.buffer("out", level, value))
+        return partial(torch.sub, value, self._bases[level], out=self.buffer(use, level, value))
 
     def unpack_change(self, level: int, to: Tensor) -> Op:
         """The value that a change belongs to, in full width."""

@@ -127,14 +127,14 @@ class RowSum:
         while size < layers:
             pairs = []
             for first in range(0, layers, 2 * size):
-                left, right = places.get((first, size)), places.get((first + size, size))
+                left = places.get((first, size))
                 if left is None:
                     continue  # below a node that a rank adds up
                 if first + size >= layers:
                     places[first, 2 * size] = left
-                elif right is not None:
+                else:
                     places[first, 2 * size] = at
-                    pairs.append((left, right))
+                    pairs.append((left, places[first + size, size]))
                     at += 1
             if pairs:
                 left_side, right_side = np.array(pairs).T

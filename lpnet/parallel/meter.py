@@ -113,7 +113,7 @@ class Meter:
             ops: what is done.
             warm: False: on something that has just come from elsewhere.
         """
-        used = self._cache.operands(operands(ops)) if self.costs.cache else []
+        used = self._cache.placed(operands(ops)) if self.costs.cache else []
 
         def run() -> None:
             self.pause(key)

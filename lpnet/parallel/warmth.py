@@ -33,7 +33,7 @@ class Cache:
         self._most = int(size) // self._block
         self._blocks: dict[int, None] = {}  # the one used last comes last
 
-    def operands(self, arrays: Iterable[np.ndarray]) -> list[Operand]:
+    def placed(self, arrays: Iterable[np.ndarray]) -> list[Operand]:
         """Arrays with their blocks, worked out once."""
         spans = [(array, _span(array)) for array in arrays]
         return [(array, range(low // self._block, -(-high // self._block))) for array, (low, high) in spans]
@@ -54,7 +54,7 @@ class Cache:
     def lose(self, array: np.ndarray) -> None:
         """Something has arrived in an array from elsewhere: it is not warm."""
         if self._most:
-            for _, blocks in self.operands([array]):
+            for _, blocks in self.placed([array]):
                 for block in blocks:
                     self._blocks.pop(block, None)
 

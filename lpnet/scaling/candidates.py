@@ -17,6 +17,7 @@ from lpnet.errors import UsageError
 from lpnet.fdg.cuts import UnitCost
 from lpnet.fdg.cuts import plan as cut_plan
 from lpnet.fdg.schedule import Schedule
+from lpnet.mgrit.cycle import Action
 from lpnet.mgrit.hierarchy import build, direction
 from lpnet.mgrit.plan import BYTES, memory_bytes, message_bytes, partition_of
 from lpnet.mgrit.programs import parts, record, simulate
@@ -29,6 +30,9 @@ SIMULATED = 6  # grids per number of replicas
 SIMULATED_IN_MODULES = 2  # and per number of modules too
 MODULES = (2, 3, 4, 6, 8)  # of decoupled training: more of them make gradients ever older
 PARTS = (0.5, 1, 2, 4, 8)  # of a batch in a pipeline, per rank
+
+TALK = ("send", "post", "land", "halo_send", "halo_post")
+"""What messages cost a rank besides their flight."""
 
 Batching = Literal["on", "off"]
 
@@ -141,13 +145,24 @@ def multigrid(config: Config, ranks: int, replicas: int, found: Measured) -> Pla
     samples = math.ceil(found.samples / replicas)
     cost, network = found.costs.at(samples), found.network
     seconds = cost.gradient * math.ceil(layers / local)
-    seconds += sum(_solve_seconds(config, local, adjoint, cost, network) for adjoint in (False, True))
+    seconds += sum(solve_seconds(config, local, adjoint, cost, network) for adjoint in (False, True))
     seconds += network.collective(range(ranks), 1024) + _average(config, replicas, local, network)
     return Plan(config, ranks, "mgrit", seconds, memory=sum(memory_bytes(config, partition, samples)))
 
 
-def _solve_seconds(config: Config, ranks: int, adjoint: bool, cost: LayerCost, network: NetworkModel) -> float:
-    """Seconds of a solve of one direction by some ranks: an event simulation of its recorded cycle."""
+def solve_seconds(
+    config: Config, ranks: int, adjoint: bool, cost: LayerCost, network: NetworkModel, *, free: float = math.inf
+) -> float:
+    """Seconds of a solve of one direction by some ranks: an event simulation of its recorded cycle. No communication.
+
+    Args:
+        config: the run.
+        ranks: that share the layers.
+        adjoint: which direction.
+        cost: per layer.
+        network: costs of messages.
+        free: from this level on messages cost nothing: a bound on what fewer of them could gain.
+    """
     iterations = (config.mgrit.adjoint_iterations or 1) if adjoint else (config.mgrit.forward_iterations or 2)
     payloads = (cost.payload, cost.payload * message_bytes(config) // BYTES[config.model.dtype])
     levels, _ = direction(build(config.model.layers, config.mgrit), config.mgrit, adjoint)
@@ -156,13 +171,16 @@ def _solve_seconds(config: Config, ranks: int, adjoint: bool, cost: LayerCost, n
     started = config.mgrit.initial_guess == "coarse"
     names = parts(iterations, coarse_start=started, levels=len(levels.levels))
     programs = [[action for name in names for action in record(cycle, name)] for cycle in cycles]
-    done = simulate(
-        programs,
-        cycles,
-        lambda action: cost.of(action, adjoint=adjoint, overhead=network.send_overhead_s),
-        lambda source, dest, level: network.flight(source, dest, payloads[min(level, 1)]),
-    )
-    return max(done)
+
+    def work(action: Action) -> float:
+        if action.level >= free and action.kind in TALK:
+            return 0.0
+        return cost.of(action, adjoint=adjoint, overhead=network.send_overhead_s)
+
+    def flight(source: int, dest: int, level: int) -> float:
+        return 0.0 if level >= free else network.flight(source, dest, payloads[min(level, 1)])
+
+    return max(simulate(programs, cycles, work, flight))
 
 
 def grids(layers: int) -> list[tuple[int, ...]]:
@@ -185,18 +203,17 @@ def _multigrid(config: Config, ranks: int, found: Measured) -> Iterator[Plan]:
 
 def _likely(layers: int, ranks: int, beside: float) -> list[tuple[tuple[int, ...], Batching]]:
     """Grids, their intervals one by one or side by side where a rank has several, the shortest chains first."""
-    found = [(_evaluations(layers, ranks, grid), grid, False) for grid in grids(layers)]
+    possible = grids(layers)
+    found = [(_evaluations(layers, ranks, grid), grid, False) for grid in possible]
     if beside < 1:
-        several = [grid for grid in grids(layers) if layers // ranks >= 2 * grid[0]]
+        several = [grid for grid in possible if layers // ranks >= 2 * grid[0]]
         found += [(_evaluations(layers, ranks, grid, beside), grid, True) for grid in several]
     return [(grid, "on" if together else "off") for _, grid, together in sorted(found)]
 
 
 def _on(mgrit: MGRIT, grid: Sequence[int], batching: Batching) -> MGRIT:
     """Settings on other grids."""
-    return replace(
-        mgrit, levels=len(grid) + 1, coarsening=list(grid), batching=batching, microbatches=1, adjoint={}
-    )
+    return replace(mgrit, levels=len(grid) + 1, coarsening=list(grid), batching=batching, microbatches=1, adjoint={})
 
 
 def _exact(config: Config, ranks: int, found: Measured) -> Iterator[Plan]:
@@ -269,7 +286,7 @@ def _multigrid_modules(config: Config, ranks: int, found: Measured) -> Iterator[
             mgrit = replace(_on(config.mgrit, grid, batching), initial_guess="coarse")
             part = replace(config, mgrit=mgrit, model=replace(config.model, layers=layers))
             seconds = cost.gradient * math.ceil(layers / local)
-            seconds += sum(_solve_seconds(part, local, adjoint, cost, network) for adjoint in (False, False, True))
+            seconds += sum(solve_seconds(part, local, adjoint, cost, network) for adjoint in (False, False, True))
             seconds += _average(config, replicas, modules * local, network)
             run = replace(config, method="fdg", fdg=fdg, mgrit=mgrit, parallel=parallel)
             memory = sum(memory_bytes(part, uniform(layers, local), samples)) + 2 * modules * cost.payload

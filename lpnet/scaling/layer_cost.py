@@ -18,7 +18,7 @@ from lpnet.data.batches import BatchOrder
 from lpnet.data.samples import Data, load
 from lpnet.fdg.cuts import UnitCost
 from lpnet.fdg.cuts import measure as time_units
-from lpnet.mgrit.batching import fixed_choice, sweep_seconds
+from lpnet.mgrit.batching import fixed_choice, lies_side_by_side, sweep_seconds
 from lpnet.mgrit.cycle import Action, Cycle, Edges
 from lpnet.mgrit.hierarchy import Hierarchy, build
 from lpnet.mgrit.layer_parallel import LayerParallel
@@ -26,8 +26,6 @@ from lpnet.mgrit.network import build_network
 from lpnet.mgrit.problems import AdjointProblem, StateProblem
 from lpnet.mgrit.propagator import Propagator
 from lpnet.nn.models import DTYPES
-from lpnet.nn.module_step import ModuleStep
-from lpnet.nn.stack import LayerStack
 from lpnet.train.decoupled import sample_layout, units
 
 LAYERS = 16  # of the network that is measured
@@ -192,8 +190,8 @@ def _at(config: Config, data: Data, samples: int) -> LayerCost:
 
 def _beside(net: LayerParallel, shape: tuple[int, ...]) -> float:
     """What a further interval costs beside another one, of four."""
-    if not isinstance(net.stack, LayerStack) or isinstance(net.stack.step, ModuleStep):
-        return 1.0  # modules run one by one in any case
+    if not lies_side_by_side(net.stack):
+        return 1.0
     mgrit = MGRIT(levels=2, coarsening=LAYERS // SIDE_BY_SIDE)
     alone, together = sweep_seconds(net.stack, build(LAYERS, mgrit), mgrit, shape, runs=RUNS)[:, 0]
     return float(min(max((SIDE_BY_SIDE * together / alone - 1) / (SIDE_BY_SIDE - 1), 0.0), 2.0))

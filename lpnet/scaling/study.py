@@ -29,6 +29,7 @@ from lpnet.errors import LpnetError, NumericsError, UsageError
 from lpnet.io.plots import require_matplotlib
 from lpnet.scaling.cells import Cell, Study, without_root
 from lpnet.scaling.emulated import Request, bench
+from lpnet.scaling.profile import read_profile
 from lpnet.scaling.rows import Row, derive
 from lpnet.scaling.tables import write_tables
 from lpnet.train.stopping import Stopping
@@ -149,7 +150,7 @@ def _profile(study: Study, cell: Cell, config: Config, out: Path) -> dict[str, A
 def _serial(study: Study, cell: Cell, out: Path) -> float:
     """Seconds of a step of method serial on the cell's network, now."""
     alone = Cell("serial", 1, cell.layers)
-    return max(_profile(study, alone, alone.config(study.base), out)["step"])
+    return read_profile(_profile(study, alone, alone.config(study.base), out)).seconds
 
 
 _ERRORS: dict[str, tuple[float, float]] = {}

@@ -30,7 +30,7 @@ def test_what_was_used_last_is_warm() -> None:
     """Room for 4 arrays and a little: the one that has not been used for longest leaves."""
     memory = np.ones((8, 2048))
     cache = Cache(4.2 * 2048 * 8)
-    used = cache.operands(list(memory))
+    used = cache.placed(list(memory))
 
     def warm(*rows: int) -> list[int]:
         held = cache.use([used[row] for row in rows])
@@ -51,7 +51,7 @@ def test_an_array_larger_than_the_cache_is_never_warm() -> None:
     large = np.ones(100_000)
     for size in (0.0, 1000.0, 65536.0):
         cache = Cache(size)
-        used = cache.operands([large, large[:4]])
+        used = cache.placed([large, large[:4]])
         assert all(array.size == 4 for _ in range(3) for array in cache.use(used))
 
 

@@ -40,6 +40,7 @@ def programs(run: Config, ranks: int) -> tuple[Any, Any]:
 
 def test_the_simulation_with_unit_costs_is_the_critical_path() -> None:
     actions, cycles = programs(config(levels=3, coarsening=4), 8)
+
     def cost(action: Any) -> float:
         return action.edges.number if action.kind == "evaluate" else 0
 
