@@ -302,9 +302,9 @@ def squared_norms(payloads: Tensor) -> np.ndarray:
     return (flat.double() ** 2).sum(1).cpu().numpy()
 
 
-def spread(rows: Sequence[np.ndarray], where: Sequence[int], total: int) -> np.ndarray:
+def spread(rows: Sequence[np.ndarray], where: np.ndarray, total: int) -> np.ndarray:
     """Local rows in an array (rows, all C-points), zero where another rank owns the point."""
     out = np.zeros((len(rows), total))
-    for k, row in enumerate(rows):
-        out[k, list(where)] = row
+    if rows:
+        out[:, where] = rows
     return out

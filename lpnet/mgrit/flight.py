@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,7 @@ class Flight:
         propagator: memory and solvers.
         batch: id of the samples.
         context: what evaluations see.
+        names: of the stack's parameters, in the order in which `Propagate` takes them.
         classes: of the samples (batch,), for class means.
         exact: propagate exactly and keep nothing.
         keeps: keep the states at the end.
@@ -35,12 +37,13 @@ class Flight:
         propagator: Propagator,
         batch: int | None,
         context: Context,
+        names: Sequence[str],
         *,
         classes: Tensor | None = None,
         exact: bool = False,
         keeps: bool = True,
     ) -> None:
-        self.net, self.propagator, self.batch, self.context = net, propagator, batch, context
+        self.net, self.propagator, self.batch, self.context, self.names = net, propagator, batch, context, names
         self.classes, self.exact, self.keeps = classes, exact, keeps
         self.levels = 1 if exact else net.rung.levels if net.rung is not None else None
         self.node: weakref.ref[Any] | None = None
@@ -85,9 +88,8 @@ class Propagate(torch.autograd.Function):
         net.solve_adjoints(flight, grad if net.is_last else None)
         gradients = flight.propagator.gradients()
         u0 = flight.propagator.first_adjoint() if net.is_first and ctx.needs_input_grad[1] else None
-        names = [name for name, _ in net.stack.named_parameters()]
-        wanted = ctx.needs_input_grad[3:]
-        return (None, u0, None, *(gradients[name] if need else None for name, need in zip(names, wanted, strict=True)))
+        wanted = zip(flight.names, ctx.needs_input_grad[3:], strict=True)
+        return None, u0, None, *(gradients[name] if need else None for name, need in wanted)
 
 
 class Everywhere(torch.autograd.Function):

@@ -182,9 +182,9 @@ class LayerParallel(WarmStarts, DirectSolves, Replicated, torch.nn.Module):
         u0, shape = self._enter(x, context)
         serial = exact or (self.rung is not None and self.rung.levels == 1)
         propagator = self._take(shape, "exact" if serial and self.mgrit.storage == "c_points" else "solve")
-        parameters = list(self.stack.parameters())
-        self._flight = Flight(self, propagator, batch, context, classes=classes, exact=exact, keeps=keeps)
-        out = Propagate.apply(self._flight, u0 if u0 is not None else self._anchor, self._anchor, *parameters)
+        named = dict(self.stack.named_parameters())
+        self._flight = Flight(self, propagator, batch, context, list(named), classes=classes, exact=exact, keeps=keeps)
+        out = Propagate.apply(self._flight, u0 if u0 is not None else self._anchor, self._anchor, *named.values())
         return out if self.closing is None else self._close(out, shape, context)
 
     @torch.no_grad()

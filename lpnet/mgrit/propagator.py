@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -122,6 +123,8 @@ class Propagator:
         self._gradients: list[Op] | None = None  # the same memory whatever the levels
         self._linearise: list[Op] | None = None
         self._is_linear = False  # the values of the latest solve have become slopes
+        # per direction: what was kept of the states that are still in memory, and which version of it
+        self._held: list[tuple[weakref.ref[Kept], int] | None] = [None, None]
         self.flight: weakref.ref[Any] | None = None
         self.stamp: tuple[int, ...] = ()
 
@@ -220,12 +223,15 @@ class Propagator:
 
     def _start(self, solver: Solver, start: Start, kept: Kept | None, root: int) -> None:
         """Put the initial guess into the C-points."""
+        problem = solver.problem
+        held, self._held[problem.adjoint] = self._held[problem.adjoint], None  # the solve overwrites them
         if solver.levels == 1 or start == "coarse":
             return
-        problem = solver.problem
         runs = problem.local_runs
         if start == "given":
             assert kept is not None
+            if held is not None and held[0]() is kept and held[1] == kept.states._version:
+                return
             for rows, run in _rows(runs):
                 given = kept.states[rows] if len(run) > 1 else kept.states[rows.start]
                 problem.view(run).copy_(self.workspace.fitted(given, run[0]))
@@ -278,12 +284,19 @@ class Propagator:
             dtype: what they are stored in; None: their own precision.
         """
         problem = solver.problem
-        if into is None or into.states.shape[1:] != self.workspace.rows(0).shape[1:]:
+        if into is None or into.states.shape[1:] != self.payload:
             into = Kept(self.workspace.rows(len(points)).to(dtype or self.stack.dtype))
         # exact propagation has no C-points of its own
         for rows, run in _rows(problem.local_runs if solver.levels > 1 else problem.runs(points)):
             self.workspace.fitted(into.states[rows], run[0]).copy_(problem.view(run))
+        if into.states.dtype == self.stack.dtype:  # what was rounded has to be read back
+            self._held[problem.adjoint] = weakref.ref(into), into.states._version
         return into
+
+    @cached_property
+    def payload(self) -> torch.Size:
+        """Shape of a state as it is sent and kept. No communication."""
+        return self.workspace.rows(0).shape[1:]
 
     def in_use(self) -> bool:
         """Whether a graph that can still run its backward holds these states."""

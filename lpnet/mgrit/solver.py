@@ -79,7 +79,7 @@ class Solver:
         start = self.cycle.hierarchy.start
         self._c_points = sorted(self.cycle.hierarchy.c_points(0) - {start}) if self.levels > 1 else []
         index = {p: i for i, p in enumerate(self._c_points)}
-        self._where = [index[p] for p in problem.local_c_points()] if self.levels > 1 else []
+        self._where = np.array([index[p] for p in problem.local_c_points()] if self.levels > 1 else [], dtype=int)
         self._programs: dict[tuple[str, frozenset[int], bool], Program] = {}
         self._fresh: frozenset[int] = frozenset()
         self._known: dict[frozenset[int], frozenset[int]] = {self._fresh: self._fresh}
@@ -214,6 +214,11 @@ class Solver:
         """Squared residuals of this rank, (residuals, C-points) flat; sum them over the ranks. No communication."""
         return spread(self.problem.squares, self._where, len(self._c_points)).ravel()
 
+    @property
+    def residuals(self) -> int:
+        """Numbers in `pending`. No communication."""
+        return len(self.problem.squares) * len(self._c_points)
+
     def path(self) -> int:
         """Layer evaluations of the latest solve on the longest chain over all ranks. No communication."""
         names = tuple(program.name for program in self._ran)
@@ -226,7 +231,7 @@ class Solver:
     def report(self, summed: np.ndarray, batch: int | None = None) -> SolveReport:
         """The report, from `pending` summed over the ranks, for a batch of so many samples. No communication."""
         rows = summed.reshape(len(self.problem.squares), -1) if self.problem.squares else np.zeros((0, 0))
-        residuals = tuple(float(np.sqrt(row.sum() / (batch or self.batch))) for row in rows)
+        residuals = tuple(np.sqrt(rows.sum(1) / (batch or self.batch)).tolist())
         rho = residuals[-1] / residuals[-2] if len(residuals) > 1 and residuals[-2] > 0 else None
         names = tuple(program.name for program in self._ran)
         counts = tuple(sum(column) for column in zip(*(program.evaluations for program in self._ran), strict=True))

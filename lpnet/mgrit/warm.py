@@ -154,8 +154,8 @@ class WarmStarts:
                 points = self._c_points(kind)
                 blocks = [self.partition.owner(min(p, self.stack.num_layers - 1)) for p in points]
                 self._most[kind] = max((blocks.count(rank) for rank in range(self.partition.ranks)), default=0)
-        none = flight.propagator.workspace.rows(0)
-        return float(sum(self._most.values()) * none.shape[1:].numel() * (self._cache.dtype or none.dtype).itemsize)
+        itemsize = (self._cache.dtype or self.stack.dtype).itemsize
+        return float(sum(self._most.values()) * flight.propagator.payload.numel() * itemsize)
 
     # class means
 
@@ -229,9 +229,9 @@ class WarmStarts:
         reports: list[SolveReport | None] = []
         at = 0
         for solver in self._solvers if solvers is None else solvers:
-            size = solver.pending().size
-            reports.append(solver.report(summed[at : at + size], batch_size if self.grid.replicas > 1 else None))
-            at += size
+            part = summed[at : at + solver.residuals]
+            reports.append(solver.report(part, batch_size if self.grid.replicas > 1 else None))
+            at += part.size
         return (*reports, None, None)[0], (*reports, None, None)[1]
 
     def exact_path(self) -> int:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from lpnet.errors import LpnetError
+from lpnet.nn.kernels import SMALL, uses_numpy
 from lpnet.parallel.partition import Partition
 from lpnet.parallel.shard import Shard
 
@@ -162,6 +163,10 @@ def dots(left: torch.Tensor, right: torch.Tensor, *, stacked: bool) -> np.ndarra
         (sums, rows) where stacked, (sums,) otherwise. A row's bits do not depend on the number of rows.
     """
     rows = right.shape[0] if stacked else 1
+    if uses_numpy(right) and right.numel() <= SMALL * rows:
+        a, b = left.detach().reshape(len(left), rows, -1).numpy(), right.detach().reshape(rows, -1).numpy()
+        small: np.ndarray = np.multiply(a, b, dtype=np.float64).sum(-1)
+        return small if stacked else small[:, 0]
     if right.dtype in (torch.bfloat16, torch.float16):  # products of 16-bit numbers need more bits than they have
         left, right = left.float(), right.float()
     flat = right.reshape(rows, -1)

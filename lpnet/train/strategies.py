@@ -10,6 +10,7 @@ are settings of `MGRIT`, not code paths here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -167,23 +168,23 @@ class GradientSteps(_WholeSteps):
         packed = rows.pack([np.concatenate(pair) for pair in zip(terms, norm_terms(shards), strict=True)])
         with trace.span("reduction"):
             summed = net.world.sum(np.concatenate([head, objective.counted(packed), squares, extra]))
-        loss, stop = summed[:2]
+        loss, stop = summed[:2].tolist()
         at = 2 + packed.size
-        penalty, square = rows.total(summed[2:at].reshape(packed.shape))
+        penalty, square = rows.total(summed[2:at].reshape(packed.shape)).tolist()
         forward, adjoint = net.solve_reports(summed[at : at + squares.size], len(samples), solvers)
         extra = summed[at + squares.size :]
-        finite = bool(np.isfinite([loss, penalty, square]).all())
+        finite = math.isfinite(loss) and math.isfinite(penalty) and math.isfinite(square)
         seen = seen_of(forward, adjoint, finite=finite)
-        if np.isfinite(penalty) and (finite or watch.controller.adaptive) and watch.alarm(seen, samples, batch):
+        if math.isfinite(penalty) and (finite or watch.controller.adaptive) and watch.alarm(seen, samples, batch):
             extra = net.world.sum(watch.local())
-        decision = watch.judge(seen, float(loss), float(square), extra)
+        decision = watch.judge(seen, loss, square, extra)
         if decision.reject:
             watch.take_second()
             loss, square, finite = watch.loss, watch.rejected_square, True
         if not finite:
-            what = "loss" if not np.isfinite(loss) else "gradient" if np.isfinite(penalty) else "regularisation"
+            what = "loss" if not math.isfinite(loss) else "gradient" if math.isfinite(penalty) else "regularisation"
             raise objective.first_problem(what, self.steps, samples)
-        norm = float(np.sqrt(square))
+        norm = math.sqrt(square)
         if self._config.clip_norm is not None:
             scale_gradients(shards, norm, self._config.clip_norm)
         rate = self._config.lr * rate_factor(self._config, self.steps, self._batches)
@@ -193,8 +194,8 @@ class GradientSteps(_WholeSteps):
             self._optimizer.step()
         self.steps += 1
         return StepReport(
-            float(loss + penalty),
-            float(loss),
+            loss + penalty,
+            loss,
             norm,
             rate,
             forward,

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from mgrit_case import BATCH, WARM, Case, bare, ends, gather_rows, network, samples, vectors
 
 import lpnet
+from lpnet.mgrit.propagator import Propagator
 
 
 def serial_gradient(case, x, y):
@@ -78,6 +79,45 @@ def test_a_trial_without_backward_leaves_the_kept_states(comm):
     net(z)  # no id: nothing to keep
     assert torch.equal(rejected, again) and torch.equal(visit(True), again)
     assert not torch.equal(visit(False), again)  # the backward has replaced the kept states
+
+
+@pytest.mark.ranks(1, 3)
+@pytest.mark.parametrize("storage", ["all", "c_points"])
+def test_states_that_are_still_in_memory_are_not_copied(comm, storage, monkeypatch):
+    """The same bits as from copies; what else was in memory meanwhile is never taken for what was kept."""
+    case = Case(26, coarsening=3)
+    x, lam, z = map(torch.tensor, vectors(3))
+
+    def train(copied):
+        net, copies = bare(case, comm, storage=storage, **WARM), 0
+        start = Propagator._start
+
+        def counted(self, solver, start_, kept, root):
+            nonlocal copies
+            held = self._held[solver.problem.adjoint]
+            if copied:
+                self._held = [None, None]
+            elif start_ == "given":
+                copies += held is None or held[0]() is not kept or held[1] != kept.states._version
+            start(self, solver, start_, kept, root)
+
+        monkeypatch.setattr(Propagator, "_start", counted)
+        outs = []
+        for visit in (0, 0, 1, 0, 0, None, 0, 0):
+            net.zero_grad()
+            out = net(z if visit == 1 else x, batch=visit)
+            if visit is not None:
+                (out * lam).sum().backward()
+                outs += [out.detach(), net.stack.weight.grad.clone()]
+            del out  # a graph without a backward holds its states
+            with torch.no_grad():
+                net.stack.weight.mul_(1.01)
+        monkeypatch.setattr(Propagator, "_start", start)
+        return outs, copies
+
+    (plain, _), (fast, copies) = train(True), train(False)
+    assert all(torch.equal(a, b) for a, b in zip(plain, fast, strict=True))
+    assert copies == 2 + 1  # both directions after the other batch, the states after the pass without an id
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
