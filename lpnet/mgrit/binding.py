@@ -50,12 +50,17 @@ class Problem:
         self.last_point = cycle.hierarchy.layers
         levels = cycle.levels
         self.place = [{p: i for i, p in enumerate(part.points)} for part in levels]
-        # E has one row more than the rank has points: what leaves for a C-point of the right rank
-        self.arrived = [workspace.rows(len(part.points) + 1 if level else 0) for level, part in enumerate(levels)]
+        # states leave the rank where they are brought: for a C-point of the right rank in a further row of E, for an
+        # F-point in a buffer; adjoints are sent from where they live
+        leaving = [None if self.adjoint else part.next_point for part in levels]
+        into_c = [point in cycle.hierarchy.c_points(level) for level, point in enumerate(leaving)]
+        numbers = [0, *(len(part.points) + further for part, further in zip(levels[1:], into_c, strict=False))]
+        self.arrived = [workspace.rows(number) for number in numbers]
         self.old = [workspace.rows(len(part.edges) if level else 0) for level, part in enumerate(levels)]
         comes = [part.next_point if self.adjoint else (part.points or (None,))[0] for part in levels]
         self.incoming = [None if point is None else self._arrival(point) for point in comes]
-        self.outgoing = [None if part.next_point is None else self._border(part.next_point) for part in levels]
+        ends = zip(leaving, into_c, strict=True)
+        self.outgoing = [None if point is None or is_c else self._border(point) for point, is_c in ends]
         dtype = DTYPES[cycle.mgrit.coarse_messages]
         self.short = Short(dtype) if dtype is not None and dtype.itemsize < self.arrived[0].element_size() else None
         self.squares: list[np.ndarray] = []  # squared residuals at this rank's C-points, per refresh

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -72,6 +73,7 @@ def bench(config: Config, request: Request, *, steps: int) -> list[Profile]:
     """
     profiles = []
     for ranks in request.ranks:
+        gc.collect()  # networks hold themselves in cycles, and the states of the run before may be gigabytes
 
         def program(comm: Comm) -> Profile | None:
             check(config, comm)
