@@ -61,8 +61,8 @@ class ModelConfig:
             written out and faster.
         stem: resnet: cifar (3 x 3 convolution) | imagenet (7 x 7 with stride, pooling).
         dropout: wide_resnet: share of activations dropped inside a block.
-        split: resnet_cifar, resnet_mnist, resnet 18 and 34: blocks that are two units each, such as block2.conv2, so
-            that modules may be cut after that layer; their halves are called block2a and block2b.
+        split: resnet_cifar, resnet_mnist, resnet 18 and 34, wide_resnet: blocks that are two units each, such as
+            block2.conv1, so that modules may be cut after that layer; their halves are called block2a and block2b.
     """
 
     name: Literal["dense", "conv", "ode_resnet", "resnet_cifar", "resnet_mnist", "resnet", "wide_resnet"] = "dense"
@@ -88,8 +88,8 @@ class ModelConfig:
         positive("model", layers=self.layers, width=self.width, final_time=self.final_time, kernel=self.kernel)
         positive("model", depth=self.depth, widen=self.widen)
         require(
-            not self.split or self.name in ("resnet_cifar", "resnet_mnist", "resnet"),
-            f"model.split is for blocks of resnet_cifar, resnet_mnist and resnet, not for {self.name}; leave it out",
+            not self.split or self.name in RESNETS,
+            f"model.split is for blocks of {', '.join(RESNETS)}, not for {self.name}; leave it out",
         )
         require(0 <= self.dropout < 1, f"model.dropout is {self.dropout}; it must lie in [0, 1)")
         require(

@@ -1,8 +1,8 @@
 """Residual blocks as two units each, so that a network can be cut within a block and shares be more equal.
 
 What passes between the two is one tensor: the shortcut's output and the branch's, which have one shape, one above the
-other along the batch axis. Parameters, their initial values and all results are those of the whole block. No
-communication.
+other along the batch axis. Parameters, their initial values and all results are those of the whole block; masks of
+dropout belong to units, and are others. No communication.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 
 from lpnet.errors import UsageError
-from lpnet.nn.units import BasicBlock
-
-PLACES = ("conv1", "conv2")
+from lpnet.nn.units import BasicBlock, WideBlock
 
 
 class BlockStart(torch.nn.Module):
@@ -63,6 +61,48 @@ class BlockEnd(torch.nn.Module):
         return (self.norm2(out) + skip).relu_()
 
 
+class WideStart(torch.nn.Module):
+    """A wide block up to its first convolution: (batch, ...) to (2 batch, width, ...).
+
+    Args:
+        block: whose layers this takes over.
+    """
+
+    def __init__(self, block: WideBlock) -> None:
+        super().__init__()
+        self.norm1, self.conv1, self.shortcut = block.norm1, block.conv1, block.shortcut
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shortcut and branch, one above the other."""
+        active = self.norm1(x).relu_()
+        out = self.conv1(active)
+        return torch.cat([x if self.shortcut is None else self.shortcut(active), out])
+
+
+class WideEnd(torch.nn.Module):
+    """The rest of a wide block: (2 batch, width, ...) to (batch, width, ...).
+
+    Args:
+        block: whose layers this takes over.
+    """
+
+    def __init__(self, block: WideBlock) -> None:
+        super().__init__()
+        self.norm2, self.dropout, self.conv2 = block.norm2, block.dropout, block.conv2
+
+    def forward(self, state: Tensor) -> Tensor:
+        """The branch's end + shortcut."""
+        skip, out = state.chunk(2)
+        out = self.norm2(out).relu_()
+        if self.dropout is not None:
+            out = self.dropout(out)
+        return self.conv2(out) + skip  # type: ignore[no-any-return]
+
+
+PLACES = {BasicBlock: ("conv1", "conv2"), WideBlock: ("conv1",)}
+"""Layers after which a block can be cut; beyond the second convolution of a wide one there is only a sum."""
+
+
 def halved(network: torch.nn.Sequential, split: Sequence[str]) -> torch.nn.Sequential:
     """A network some of whose blocks are two units, "block2a" and "block2b"; it takes the units over.
 
@@ -78,18 +118,25 @@ def halved(network: torch.nn.Sequential, split: Sequence[str]) -> torch.nn.Seque
         unit, _, layer = where.partition(".")
         if unit in places:
             raise UsageError(f"split names {unit} twice, at {places[unit]} and at {layer}; keep one")
-        if layer not in PLACES or not isinstance(network._modules.get(unit), BasicBlock):
-            blocks = [name for name, module in network.named_children() if isinstance(module, BasicBlock)]
-            known = f"{blocks[0]} to {blocks[-1]}" if blocks else "none"
-            raise UsageError(
-                f"split names {where!r}; give BLOCK.conv1 or BLOCK.conv2 for blocks of two convolutions (here: {known})"
-            )
+        if layer not in _places(network._modules.get(unit)):
+            blocks = {name: found for name, module in network.named_children() if (found := _places(module))}
+            names = list(blocks)
+            known = f"{names[0]} to {names[-1]}" if names else "none"
+            how = " or ".join(f"BLOCK.{place}" for place in (blocks[names[0]] if names else PLACES[BasicBlock]))
+            raise UsageError(f"split names {where!r}; give {how} for blocks of two convolutions (here: {known})")
         places[unit] = layer
     units = torch.nn.Sequential()
-    for name, unit_module in network.named_children():
-        if name in places and isinstance(unit_module, BasicBlock):
-            units.add_module(f"{name}a", BlockStart(unit_module, places[name]))
-            units.add_module(f"{name}b", BlockEnd(unit_module, places[name]))
+    for name, module in network.named_children():
+        if name in places and isinstance(module, WideBlock):
+            units.add_module(f"{name}a", WideStart(module))
+            units.add_module(f"{name}b", WideEnd(module))
+        elif name in places and isinstance(module, BasicBlock):
+            units.add_module(f"{name}a", BlockStart(module, places[name]))
+            units.add_module(f"{name}b", BlockEnd(module, places[name]))
         else:
-            units.add_module(name, unit_module)
+            units.add_module(name, module)
     return units
+
+
+def _places(module: torch.nn.Module | None) -> tuple[str, ...]:
+    return next((places for kind, places in PLACES.items() if isinstance(module, kind)), ())

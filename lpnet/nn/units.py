@@ -1,8 +1,9 @@
 """Units of image networks: stem, residual blocks, head, and how their weights are drawn.
 
 He, Zhang, Ren, Sun, "Deep residual learning for image recognition", CVPR 2016, doi:10.1109/CVPR.2016.90, figure 5 and
-section 4.2. A unit takes one tensor and returns one; what it changes in place is always a tensor of its own, never its
-input, so that a network may be cut between any two units. No communication.
+section 4.2; Zagoruyko, Komodakis, "Wide residual networks", BMVC 2016, arXiv 1605.07146. A unit takes one tensor and
+returns one; what it changes in place is always a tensor of its own, never its input, so that a network may be cut
+between any two units. No communication.
 """
 
 from __future__ import annotations
@@ -61,6 +62,31 @@ class Bottleneck(torch.nn.Module):
         out = self.norm1(self.conv1(x)).relu_()
         out = self.norm2(self.conv2(out)).relu_()
         return (self.norm3(self.conv3(out)) + self.shortcut(x)).relu_()
+
+
+class WideBlock(torch.nn.Module):
+    """x + conv(drop(relu(norm(conv(relu(norm x)))))), two 3 x 3 convolutions.
+
+    Where the size changes, the shortcut is a 1 x 1 convolution of relu(norm x).
+    """
+
+    def __init__(self, channels: int, width: int, stride: int, *, dropout: float, norm: Norm) -> None:
+        super().__init__()
+        self.norm1 = normalisation(channels, norm)
+        self.conv1 = Convolution(channels, width, 3, stride)
+        self.norm2 = normalisation(width, norm)
+        self.dropout = torch.nn.Dropout(dropout) if dropout else None
+        self.conv2 = Convolution(width, width, 3)
+        same = channels == width and stride == 1
+        self.shortcut = None if same else Convolution(channels, width, 1, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, channels, height, width) to (batch, width, height / stride, width / stride)."""
+        active = self.norm1(x).relu_()  # in place on what norm has made, never on the unit's input
+        out = self.norm2(self.conv1(active)).relu_()
+        if self.dropout is not None:
+            out = self.dropout(out)
+        return self.conv2(out) + (x if self.shortcut is None else self.shortcut(active))
 
 
 class PadShortcut(torch.nn.Module):

@@ -6,12 +6,14 @@ convolution, and a stage is k times as wide as in the CIFAR ResNet. No communica
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-from torch import Tensor
 
 from lpnet.errors import UsageError
+from lpnet.nn.halves import halved
 from lpnet.nn.resnet import blocks_per_stage
-from lpnet.nn.units import Convolution, Head, Norm, assemble, normalisation, stem_unit
+from lpnet.nn.units import Head, Norm, WideBlock, assemble, stem_unit
 
 
 def wide_resnet(
@@ -23,6 +25,7 @@ def wide_resnet(
     channels: int = 3,
     dropout: float = 0.0,
     norm: Norm = "batch",
+    split: Sequence[str] = (),
 ) -> torch.nn.Sequential:
     """WRN-depth-widen: (batch, channels, height, width) to (batch, classes). No communication.
 
@@ -34,6 +37,7 @@ def wide_resnet(
         channels: channels of the images.
         dropout: share of the numbers that is dropped between a block's convolutions.
         norm: batch, or group (8 groups).
+        split: blocks that are two units each, such as "block2.conv1": see `lpnet.nn.halves`.
 
     Raises:
         UsageError: a depth that is not 6n + 4, or another option out of range.
@@ -49,29 +53,4 @@ def wide_resnet(
         for k in range(blocks):
             units.append(WideBlock(before, width, stride if k == 0 else 1, dropout=dropout, norm=norm))
             before = width
-    return assemble([*units, Head(before, classes, norm=norm)], seed=seed)
-
-
-class WideBlock(torch.nn.Module):
-    """x + conv(drop(relu(norm(conv(relu(norm x)))))), two 3 x 3 convolutions.
-
-    Where the size changes, the shortcut is a 1 x 1 convolution of relu(norm x).
-    """
-
-    def __init__(self, channels: int, width: int, stride: int, *, dropout: float, norm: Norm) -> None:
-        super().__init__()
-        self.norm1 = normalisation(channels, norm)
-        self.conv1 = Convolution(channels, width, 3, stride)
-        self.norm2 = normalisation(width, norm)
-        self.dropout = torch.nn.Dropout(dropout) if dropout else None
-        self.conv2 = Convolution(width, width, 3)
-        same = channels == width and stride == 1
-        self.shortcut = None if same else Convolution(channels, width, 1, stride)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(batch, channels, height, width) to (batch, width, height / stride, width / stride)."""
-        active = self.norm1(x).relu_()  # in place on what norm has made, never on the unit's input
-        out = self.norm2(self.conv1(active)).relu_()
-        if self.dropout is not None:
-            out = self.dropout(out)
-        return self.conv2(out) + (x if self.shortcut is None else self.shortcut(active))
+    return halved(assemble([*units, Head(before, classes, norm=norm)], seed=seed), split)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +11,7 @@ import torch.nn.functional as F
 from lpnet.config import ModelConfig
 from lpnet.errors import UsageError
 from lpnet.fdg.decoupled import FDG
-from lpnet.nn.models import resnet, resnet_cifar, resnet_mnist
+from lpnet.nn.models import resnet, resnet_cifar, resnet_mnist, wide_resnet
 
 X = torch.randn(5, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 Y = torch.tensor([1, 0, 3, 2, 1])
@@ -20,9 +22,26 @@ def whole(name: str) -> str:
     return name.replace("a.", ".", 1).replace("b.", ".", 1) if name[:5] == "block" and name[6] in "ab" else name
 
 
-@pytest.mark.parametrize("split", [("block1.conv1",), ("block2.conv2",), EVERY])
-def test_equal_to_whole_blocks_bitwise(split):
-    one, two = resnet_cifar(8, seed=3), resnet_cifar(8, seed=3, split=split)
+def wide(**more: Any) -> torch.nn.Sequential:
+    return wide_resnet(10, 2, seed=3, **more)
+
+
+def basic(**more: Any) -> torch.nn.Sequential:
+    return resnet_cifar(8, seed=3, **more)
+
+
+@pytest.mark.parametrize(
+    ("make", "split"),
+    [
+        (basic, ("block1.conv1",)),
+        (basic, ("block2.conv2",)),
+        (basic, EVERY),
+        (wide, ("block1.conv1",)),
+        (wide, ("block0.conv1", "block1.conv1", "block2.conv1")),
+    ],
+)
+def test_equal_to_whole_blocks_bitwise(make, split):
+    one, two = make(), make(split=split)
     assert len(two) == len(one) + len(split)
     for net in (one, two):
         F.cross_entropy(net(X), Y).backward()
@@ -61,6 +80,7 @@ def test_cut_within_a_block():
         (lambda: resnet_cifar(8, split=["block1"]), "split names 'block1'; give BLOCK.conv1 or BLOCK.conv2"),
         (lambda: resnet_cifar(8, split=["stem.conv"]), "split names 'stem.conv'"),
         (lambda: resnet_cifar(8, split=["block1.conv1", "block1.conv2"]), "block1 twice, at conv1 and at conv2"),
+        (lambda: wide(split=["block1.conv2"]), r"give BLOCK.conv1 for blocks .* \(here: block0 to block2\)"),
         (lambda: resnet(50, split=["block1.conv2"]), "here: none"),
     ],
 )
