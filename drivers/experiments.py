@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cells import column, save, spread
 
 from lpnet.config import MGRIT, Config, DataConfig, ModelConfig, OptimConfig
 from lpnet.data.batches import BatchOrder
@@ -114,7 +115,7 @@ def ode_resnet(layers: int, steps: int, samples: int) -> Case:
         method="mgrit",
         model=ModelConfig(name="ode_resnet", layers=layers, width=8, final_time=4.0, norm="none"),
         data=DataConfig(name="cifar10", root=".", train_samples=samples, validation_samples=1000, batch_size=50),
-        optim=OptimConfig(lr=0.002),
+        optim=OptimConfig(lr=0.005),
     )
     return Case(config, steps, WARM, folder="cifar-10-batches-py", note=OF_A_COPY)
 
@@ -126,7 +127,7 @@ CASES = {
     "peaks-1024": peaks(1024, steps=60, methods=["serial", "one-shot fixed", "one-shot adaptive"]),
     "mnist-64": mnist(64, 90, 1500, 100),
     "mnist-128": mnist(128, 45, 750, 50),
-    "cifar10-ode-resnet": ode_resnet(24, 60, 400),
+    "cifar10-ode-resnet": ode_resnet(24, 160, 400),
     "salinas-a": hyperspectral(
         32, 120, "salinas_a", name="hyperspectral", cube="SalinasA_corrected.mat", ground_truth="SalinasA_gt.mat"
     ),
@@ -238,8 +239,8 @@ def page(out: Path) -> str:
         for method, found in rows:
             lowest = [c for cell in found for _, c in cell["cosines"]]
             lines.append(
-                f"| {method} | {len(found)} | {steps(found)} | {spread(found, 'loss', '.4f')} | "
-                f"{spread(found, 'val_accuracy', '.1f')} % | {statistics.median(c['work'] for c in found):,.0f} | "
+                f"| {method} | {len(found)} | {steps(found)} | {spread(column(found, 'loss'), '.4f')} | "
+                f"{spread(column(found, 'val_accuracy'), '.1f')} % | {statistics.median(column(found, 'work')):,.0f} | "
                 f"{f'{min(lowest):.3f}' if lowest else '-'} | {sum(c['rejected'] for c in found)} |"
             )
         lines += ["", *stops(rows), f"![loss and cosine]({picture(out, case, rows).name})"]
@@ -266,13 +267,6 @@ def stops(rows: list[tuple[str, list[dict[str, Any]]]]) -> Iterator[str]:
         if causes:
             yield f"{method} stopped: {'. '.join(causes)}."
             yield ""
-
-
-def spread(found: list[dict[str, Any]], key: str, form: str) -> str:
-    """Median and range."""
-    values = [cell[key] for cell in found]
-    middle = format(statistics.median(values), form)
-    return middle if len(values) == 1 else f"{middle} [{min(values):{form}}, {max(values):{form}}]"
 
 
 def picture(out: Path, case: str, rows: list[tuple[str, list[dict[str, Any]]]]) -> Path:
@@ -313,22 +307,13 @@ def main() -> None:
                 except Exception as error:
                     print(f"{case}, {method}, seed {seed}: {error}", flush=True)
                     continue
-                partial = target.with_suffix(".partial")
-                partial.write_text(json.dumps({k: rounded(v) for k, v in found.items()}))
-                partial.replace(target)
+                save(target, found)
                 print(
                     f"{case}, {method}, seed {seed}: loss {found['loss']:.4f}, {found['val_accuracy']:.1f} %, "
                     f"{found['seconds']:.1f} s",
                     flush=True,
                 )
     (options.out / "README.md").write_text(page(options.out))
-
-
-def rounded(value: Any) -> Any:
-    """Six digits are enough."""
-    if isinstance(value, list | tuple):
-        return [rounded(v) for v in value]
-    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 if __name__ == "__main__":

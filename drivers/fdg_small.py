@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import statistics
 import sys
@@ -27,6 +26,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from cells import save
 
 CONFIGS = Path(__file__).parent / "configs"
 SETS = {"mnist": "MNIST", "cifar10": "CIFAR-10"}
@@ -138,10 +139,7 @@ class Study:
         found = self.done(cell)
         if found is None:
             found = train(cell, self.roots[cell.data], self.out, self.more)
-            path = self.cells / f"{cell.name}.json"
-            partial = path.with_suffix(".partial")
-            partial.write_text(json.dumps(found))
-            os.replace(partial, path)
+            save(self.cells / f"{cell.name}.json", found)
             print(f"{cell.name}: {found['error']:.2f} %, {found['seconds']:.0f} s", flush=True)
         return found
 

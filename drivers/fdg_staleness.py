@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import fdg_small
+from cells import save, spread
 
 from lpnet.io.metrics import read
 from lpnet.io.plots import class_colours, finish, save_figure
@@ -69,9 +70,7 @@ class Study:
                     if target.exists():
                         continue
                     found = run(modules, beta, seed, root, self.every, more)
-                    partial = target.with_suffix(".partial")
-                    partial.write_text(json.dumps(found))
-                    partial.replace(target)
+                    save(target, found)
                     print(f"{target.stem}: {found['error']:.2f} %, {found['seconds']:.0f} s", flush=True)
 
     def found(self, modules: int, beta: float) -> list[dict[str, Any]]:
@@ -101,7 +100,7 @@ class Study:
             if not all(runs):
                 continue
             for k in range(modules):
-                values = [spread([mean(cell, name, k) for cell in cells]) for name in MEASURED for cells in runs]
+                values = [spread([mean(cell, name, k) for cell in cells], ".3f") for name in MEASURED for cells in runs]
                 lines.append(f"| {modules} | {k + 1} | {2 * (modules - k - 1)} | {' | '.join(values)} | {shrink:g} |")
         lines += ["", f"![cosine and drift over the batches]({self.picture().name})", "", self.seeds_line()]
         return "\n".join(lines) + "\n"
@@ -143,12 +142,6 @@ def mean(cell: dict[str, Any], name: str, module: int) -> float:
     """Over the batches with the full learning rate."""
     pairs = zip(cell["batches"], cell[name], strict=True)
     return statistics.mean(row[module] for batch, row in pairs if batch < FULL_RATE)
-
-
-def spread(values: Sequence[float]) -> str:
-    """Median and range."""
-    middle = f"{statistics.median(values):.3f}"
-    return middle if len(values) == 1 else f"{middle} [{min(values):.3f}, {max(values):.3f}]"
 
 
 def main(words: Sequence[str] | None = None) -> None:

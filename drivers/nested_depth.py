@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from experiments import METHODS, RANKS, path, peaks, rounded, spread
+from cells import column, save, spread
+from experiments import METHODS, RANKS, path, peaks
 
 from lpnet.config import Config
 from lpnet.data.samples import load
@@ -154,8 +155,9 @@ def page(out: Path, settings: Settings) -> str:
     for gradients, training, found in rows:
         steps = ", ".join(f"{statistics.median(s):g}" for s in zip(*(cell["steps"] for cell in found), strict=True))
         lines.append(
-            f"| {gradients} | {training} | {len(found)} | {steps} | {spread(found, 'loss', '.4f')} | "
-            f"{spread(found, 'val_accuracy', '.1f')} % | {statistics.median(c['evaluations'] for c in found):,.0f} | "
+            f"| {gradients} | {training} | {len(found)} | {steps} | {spread(column(found, 'loss'), '.4f')} | "
+            f"{spread(column(found, 'val_accuracy'), '.1f')} % | "
+            f"{statistics.median(column(found, 'evaluations')):,.0f} | "
             f"{shares(found, direct.get(gradients, [])) if training == 'nested' else '1'} |"
         )
     lines += ["", f"![loss over work]({picture(out, rows).name})"]
@@ -211,9 +213,7 @@ def main(words: Sequence[str] | None = None) -> None:
                         parser.error(f"{target} was made with other settings; give another --out, or remove it")
                     continue
                 found = run(settings, gradients, training, seed)
-                partial = target.with_suffix(".partial")
-                partial.write_text(json.dumps({key: rounded(value) for key, value in found.items()}))
-                partial.replace(target)
+                save(target, found)
                 print(f"{target.stem}: loss {found['loss']:.4f}, steps {found['steps']}", flush=True)
     (options.out / "README.md").write_text(page(options.out, settings))
 
