@@ -59,8 +59,8 @@ def units(config: Config, data: Data) -> torch.nn.Sequential:
     if model.name == "resnet":
         return resnet(model.depth, stem=model.stem, channels=shape[0], split=split, **how)  # type: ignore[arg-type]
     if model.name == "wide_resnet":
-        how |= {"channels": shape[0], "dropout": model.dropout, "split": split}
-        return wide_resnet(model.depth, model.widen, **how)  # type: ignore[arg-type]
+        more = {"channels": shape[0], "dropout": model.dropout, "split": split, **how}
+        return wide_resnet(model.depth, model.widen, **more)  # type: ignore[arg-type]
     serial = network_for(replace(config, method="serial", parallel=ParallelConfig()), shape, classes).to_serial()
     assert isinstance(serial, SerialNetwork)
     parts = OrderedDict(
