@@ -12,7 +12,7 @@ from typing import Any
 def save(path: Path, found: dict[str, Any]) -> None:
     """Write what came of a run; an interrupted study finds all of it, or nothing."""
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(rounded(found)))
+    partial.write_text(json.dumps(found))
     partial.replace(path)
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cells import column, save, spread
+from cells import column, rounded, save, spread
 
 from lpnet.config import MGRIT, Config, DataConfig, ModelConfig, OptimConfig
 from lpnet.data.batches import BatchOrder
@@ -307,7 +307,7 @@ def main() -> None:
                 except Exception as error:
                     print(f"{case}, {method}, seed {seed}: {error}", flush=True)
                     continue
-                save(target, found)
+                save(target, rounded(found))
                 print(
                     f"{case}, {method}, seed {seed}: loss {found['loss']:.4f}, {found['val_accuracy']:.1f} %, "
                     f"{found['seconds']:.1f} s",

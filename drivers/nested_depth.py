@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cells import column, save, spread
+from cells import column, rounded, save, spread
 from experiments import METHODS, RANKS, path, peaks
 
 from lpnet.config import Config
@@ -213,7 +213,7 @@ def main(words: Sequence[str] | None = None) -> None:
                         parser.error(f"{target} was made with other settings; give another --out, or remove it")
                     continue
                 found = run(settings, gradients, training, seed)
-                save(target, found)
+                save(target, rounded(found))
                 print(f"{target.stem}: loss {found['loss']:.4f}, steps {found['steps']}", flush=True)
     (options.out / "README.md").write_text(page(options.out, settings))
 
