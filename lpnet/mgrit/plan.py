@@ -128,7 +128,7 @@ def memory_bytes(config: Config, partition: Partition, samples: int) -> tuple[in
         hierarchy = build(model.all_layers, mgrit, barriers=model.barriers)
         shares = [len(points) / partition.ranks for points in hierarchy.levels[1:]]
         # E and K of both directions per level; kept states and residuals of both on level 1
-        rows = sum(int(4 * share) + 8 for share in shares) + int(4 * shares[0])
+        rows = sum(int(4 * share) + 5 for share in shares) + int(4 * shares[0])
         # values and slopes of coarse steps with weights of their own, and the middles of half steps
         rows += {"injected": 0, "averaged": 2, "half_steps": 6}[mgrit.coarse] * int(sum(shares) + len(shares))
         if mgrit.storage == "c_points":

@@ -66,6 +66,11 @@ class Plan:
             self.family == "mgrit" and self.config.mgrit.levels == 1
         )
 
+    @property
+    def modules(self) -> int | None:
+        """Decoupled modules; None where the method has none."""
+        return (self.config.parallel.modules or self.config.fdg.modules) if self.family.startswith("fdg") else None
+
     def label(self) -> str:
         """Method, replicas and grids."""
         m, replicas = self.config.mgrit, self.config.parallel.replicas
@@ -76,12 +81,12 @@ class Plan:
         if self.family == "mgrit":
             words[0] += f" {levels}"
         elif self.family == "fdg x mgrit":
-            words = [f"mgrit {levels}", f"fdg of {self.config.parallel.modules} modules"]
+            words = [f"mgrit {levels}", f"fdg of {self.modules} modules"]
         elif self.family == "pipeline":
             count = self.config.fdg.microbatches if self.config.method == "pipeline" else m.microbatches
             words[0] += f" of {count} parts"
         elif self.family == "fdg":
-            words[0] += f" of {self.config.parallel.modules or self.config.fdg.modules} modules"
+            words[0] += f" of {self.modules} modules"
         if replicas > 1:
             words.append(f"{replicas} replicas")
         return " x ".join(reversed(words))

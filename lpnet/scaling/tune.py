@@ -24,8 +24,9 @@ from lpnet.scaling.candidates import Measured, Plan, every, multigrid, serial
 from lpnet.scaling.emulated import Request, bench
 from lpnet.scaling.layer_cost import Costs, batch_size, measure, measure_units
 
-EMULATED = {"data": 1, "pipeline": 2, "mgrit": 4, "fdg": 1, "fdg x mgrit": 1}
-"""Candidates of each kind that are emulated."""
+EMULATED = {"data": 1, "pipeline": 2, "mgrit": 4, "fdg": 3, "fdg x mgrit": 2}
+"""Candidates of each kind that are emulated; of decoupled ones the best for different numbers of modules, since the
+fastest may have so many that its gradients are too old."""
 NEAR = 3.0  # of them those whose predicted time is within this factor of the best
 CLOSE = 1.05  # an exact method within 5 % of the fastest is taken
 STEPS = 3
@@ -141,12 +142,16 @@ def choose(plans: Sequence[Plan], most_error: float) -> Plan:
 
 def _finalists(candidates: Sequence[Plan]) -> list[Plan]:
     """The best few of each kind, without those that are far behind."""
-    left, taken = dict(EMULATED), []
+    left, taken, known = dict(EMULATED), [], set()
     for plan in candidates:
         near = plan.model_seconds <= NEAR * candidates[0].model_seconds
-        if left[plan.family] and (near or left[plan.family] == EMULATED[plan.family]):
+        kind = (plan.family, plan.modules)
+        if kind in known or not left[plan.family]:
+            continue
+        if near or left[plan.family] == EMULATED[plan.family]:
             left[plan.family] -= 1
             taken.append(plan)
+            known |= {kind} if plan.modules else set()
     return taken
 
 

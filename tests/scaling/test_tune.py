@@ -153,6 +153,16 @@ def test_too_large_an_error_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert planner.tune(config(layers=128), 32, INFINIBAND, most_error=0.001).best.exact
 
 
+def test_decoupled_finalists_differ_in_their_modules() -> None:
+    """The fastest may be too stale: fewer modules are tried as well."""
+    run = config(layers=64, samples=50)
+    taken = planner._finalists(every_candidate(run, 8, measured(run)))
+    for family in ("fdg", "fdg x mgrit"):
+        modules = [plan.modules for plan in taken if plan.family == family]
+        assert 0 < len(modules) == len(set(modules)) <= planner.EMULATED[family] and None not in modules
+    assert all(plan.modules is None for plan in taken if not plan.family.startswith("fdg"))
+
+
 def test_candidates_run_as_they_are_described() -> None:
     run = config(layers=8, samples=15)
     found = measured(run)
