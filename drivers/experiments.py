@@ -12,6 +12,7 @@ One rank and one thread; the work is that of 16 ranks, by counting.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import os
@@ -158,6 +159,7 @@ def path(net: Any, report: StepReport, lr: float) -> float:
 
 def run(case: Case, method: str, seed: int, root: Path) -> dict[str, Any]:
     """Train one cell."""
+    gc.collect()  # the network of the cell before holds itself in cycles, and its states may be gigabytes
     config = replace(case.config, seed=seed, mgrit=METHODS[method])
     if case.folder is not None:
         config = replace(config, data=replace(config.data, root=str(root / case.folder)))
