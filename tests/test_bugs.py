@@ -308,3 +308,15 @@ def test_modules_of_one_emulated_rank_are_metered_one_by_one() -> None:
         return sum(word in key[2] for key in comm.world.costs._samples for word in ("short", "long"))
 
     assert emulate(program, ranks=1).results == [3]  # what came before each of them differs too
+
+
+@pytest.mark.parametrize("features", [4, 5000])
+def test_scalar_products_of_no_tensors(features: int) -> None:
+    """Small rows went through a reshape that cannot tell the shape of nothing."""
+    import torch
+
+    from lpnet.optim.rows import dots
+
+    right = torch.ones(3, features)
+    assert dots(right.new_empty(0, 3, features), right, stacked=True).shape == (0, 3)
+    assert dots(right.new_empty(0, 3, features), right, stacked=False).shape == (0,)

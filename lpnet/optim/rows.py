@@ -164,7 +164,8 @@ def dots(left: torch.Tensor, right: torch.Tensor, *, stacked: bool) -> np.ndarra
     """
     rows = right.shape[0] if stacked else 1
     if uses_numpy(right) and right.numel() <= SMALL * rows:
-        a, b = left.detach().reshape(len(left), rows, -1).numpy(), right.detach().reshape(rows, -1).numpy()
+        b = right.detach().reshape(rows, -1).numpy()
+        a = left.detach().reshape(len(left), *b.shape).numpy()  # there may be no sums
         small: np.ndarray = np.multiply(a, b, dtype=np.float64).sum(-1)
         return small if stacked else small[:, 0]
     if right.dtype in (torch.bfloat16, torch.float16):  # products of 16-bit numbers need more bits than they have

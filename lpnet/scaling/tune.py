@@ -142,16 +142,13 @@ def choose(plans: Sequence[Plan], most_error: float) -> Plan:
 
 def _finalists(candidates: Sequence[Plan]) -> list[Plan]:
     """The best few of each kind, without those that are far behind."""
-    left, taken, known = dict(EMULATED), [], set()
+    taken: list[Plan] = []
     for plan in candidates:
         near = plan.model_seconds <= NEAR * candidates[0].model_seconds
-        kind = (plan.family, plan.modules)
-        if kind in known or not left[plan.family]:
-            continue
-        if near or left[plan.family] == EMULATED[plan.family]:
-            left[plan.family] -= 1
+        same = [other for other in taken if other.family == plan.family]
+        known = plan.modules is not None and any(other.modules == plan.modules for other in same)
+        if len(same) < EMULATED[plan.family] and not known and (near or not same):
             taken.append(plan)
-            known |= {kind} if plan.modules else set()
     return taken
 
 
